@@ -72,11 +72,13 @@ class Comparison:
 def export_model(model: SavedModel, split: PreparedSet, folder: Path) -> Comparison:
     """Export a model as ONNX, and return the comparison of the output that is furthest from torch's output.
 
-    Distances are relative to the tolerance. Writes ``model.onnx`` into an existing folder if the comparison passes.
+    Distances are relative to the tolerance. Writes ``model.onnx`` into an existing folder if the comparison passes. The
+    ONNX runs on the whole test split in a new process.
 
     Raises:
         UnreachableError: The storage of the test split does not answer.
-        NotExportedError: The extra ``export`` is not installed, or the export failed with any other exception.
+        NotExportedError: The extra ``export`` is not installed, or the export or the comparison failed with any other
+            exception.
     """
     with TemporaryDirectory(dir=folder) as name:  # the file appears in ``folder`` only if the comparison passes
         made = Path(name)
@@ -100,6 +102,10 @@ def export_model(model: SavedModel, split: PreparedSet, folder: Path) -> Compari
 
 
 def export_images_model(model: SavedModel, data: PreparedSet, folder: Path) -> Comparison:
+    """Write the ONNX of a model of images, and return the comparison with torch on the whole test split.
+
+    The ONNX crops, resizes and normalises images of any size. The ONNX runs in a new process.
+    """
     served = ServedImages(*artifacts.load_model(*model.files)).eval()
     shape = 2, served.height + 1, served.width + 2, served.channels  # two images: exporters treat 1 as a constant
     example = {"images": torch.arange(int(np.prod(shape))).remainder(251).to(torch.uint8).reshape(shape)}
@@ -124,7 +130,10 @@ def export_images_model(model: SavedModel, data: PreparedSet, folder: Path) -> C
 
 
 def iterate_test_images(model: SavedModel, data: PreparedSet, channels: int) -> Iterator[Pixels]:
-    """Yield the test split's decodable images, uint8 [H, W, channels], neither cropped nor resized."""
+    """Yield the test split's images, uint8 [H, W, channels], neither cropped nor resized.
+
+    Skips images that cannot be decoded.
+    """
     if not isinstance(data, EncodedSet):
         items = Items(data, "test")
         for sample in range(data.test_samples):
@@ -147,7 +156,10 @@ def iterate_test_images(model: SavedModel, data: PreparedSet, channels: int) -> 
 
 
 def export_leaves_model(model: SavedModel, data: ItemSet, folder: Path) -> Comparison:
-    """Write the ONNX, and return the comparison with torch on the whole test split. The ONNX runs in a new process."""
+    """Write the ONNX of a model of other samples, and return the comparison with torch on the whole test split.
+
+    Torch computes on the CPU, and the ONNX runs in a new process.
+    """
     on_cpu, _ = artifacts.load_model(*model.files)
     test, spec = open_item_test_split(data, model.collate, model.seed, torch.device("cpu"), model.threads)
     assert isinstance(spec, LeavesSpec)  # pictures are exported by export_images_model
@@ -159,6 +171,7 @@ def export_leaves_model(model: SavedModel, data: ItemSet, folder: Path) -> Compa
         row_bytes = sum(values.nbytes for values in outputs.values()) / len(samples)
 
         def compute_batches() -> Batches:
+            """Yield inputs and torch's outputs of the test split, once for each of BATCH_SIZES that memory allows."""
             for size in BATCH_SIZES:
                 if size > EXAMPLE and size * row_bytes > BATCH_BYTES:
                     continue
@@ -173,7 +186,8 @@ def export_leaves_model(model: SavedModel, data: ItemSet, folder: Path) -> Compa
 def compare_outputs(path: Path, batches: Batches, device: str) -> Comparison:
     """Run the ONNX on all batches in a new process, and return the comparison of the worst output with torch's.
 
-    ``device`` is the type of the device on which torch computed.
+    ``batches`` are pairs of inputs and torch's outputs, each by name. At least one batch is needed. ``device`` is the
+    type of the device on which torch computed. Raises OSError if the ONNX cannot be run.
     """
     found = defaultdict[str, Comparison](lambda: Comparison(device))
     with OnnxProcess(path, count_cores()) as onnx:
@@ -205,7 +219,17 @@ def name_inputs(inputs: Leaves, spec: LeavesSpec, collate: str) -> dict[str, Ten
 
 
 def choose_sizes(named: Named, spec: LeavesSpec, collate: str, samples: int) -> dict[str, dict[int, Any]]:
-    """Return the dimensions of a batch's leaves that differ between batches, each with a size for the exporter."""
+    """Return the dimensions of a batch's leaves that differ between batches, each with a size for the exporter.
+
+    Args:
+        named: The leaves of a batch by name, as :func:`name_inputs` returns them.
+        spec: The description of a single sample.
+        collate: The hyperparameter ``collate``. For a user-defined function, the exporter finds the dimensions.
+        samples: The number of samples in the batch. A leaf of another length has no dimension of samples.
+
+    Returns:
+        By the leaf's name, the sizes by the number of the dimension.
+    """
     number = Dim("n", min=1)
     names = named if spec.form != "dict" else (name for name, _ in spec.leaves)
     shapes = dict(zip(names, (leaf.shape for _, leaf in spec.leaves), strict=False))  # without the mask, which is last

@@ -32,13 +32,18 @@ def write_onnx(
 ) -> Mapping[str, Tensor]:
     """Write ``model.onnx`` into a folder, and return the module's outputs for the example.
 
-    ``module`` is in evaluation mode, and has inputs and outputs by name. ``sizes`` are the ``torch.export.Dim`` of each
-    dimension whose size may differ from the example's. Exporters treat sizes of 0 and 1 as constants. Silences loggers,
-    warnings and stderr of the process meanwhile. Exceptions of the exporters are not caught.
+    Silences loggers, warnings and stderr of the process meanwhile. Exceptions of the exporters are not caught.
+
+    Args:
+        module: A module in evaluation mode, which maps a dict of inputs to a dict of outputs.
+        example: The inputs by name. Sizes that may differ must be at least 2, because exporters treat 0 and 1 as
+            constants.
+        sizes: By the input's name, a ``torch.export.Dim`` for each dimension whose size may differ from the example's.
+        folder: An existing folder.
 
     Raises:
         NotExportedError: The extra ``export`` is not installed. The module has no outputs, or an output has an input's
-            name. This torch cannot export LSTM or GRU layers for any length.
+            name. This torch exports the module's LSTM or GRU layers only for one fixed length.
     """
     try:
         import onnx  # noqa: F401
@@ -65,9 +70,10 @@ def write_onnx(
 
 @contextmanager
 def export_recurrent_layers_as_loops(module: nn.Module) -> Iterator[None]:
-    """Export LSTM and GRU layers for any length in the block, by torch's private patches.
+    """During the block, torch exports LSTM and GRU layers as loops, which run for any length.
 
-    Raises NotExportedError if the module has these layers, and this torch has no patches.
+    Uses private functions of torch. If this torch lacks the functions, raises NotExportedError for a module with these
+    layers, and does nothing for other modules.
     """
     try:
         from torch.export import _patches
@@ -85,7 +91,7 @@ def export_recurrent_layers_as_loops(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def silence_torch() -> Iterator[None]:
-    """Silence torch's loggers, Python warnings and sys.stderr of the whole process in the block."""
+    """Silence torch's loggers, Python warnings and sys.stderr of the whole process during the block, in all threads."""
     import torch._dynamo  # noqa: F401  # creates torch's loggers
 
     # Exporters try several ways, and log a traceback for each failure.
@@ -146,10 +152,11 @@ class ServedLeaves(nn.Module):
 
 
 def name_outputs(outputs: Any) -> dict[str, Tensor]:
-    """Return the floating-point tensors among a model's outputs by name, as float32.
+    """Return the floating-point tensors among a model's outputs by name, as float32. Other values are skipped.
 
     A single tensor is ``outputs``, and the tensors of a tuple are ``outputs_0``, ``outputs_1``, ... The tensors of a
-    dict or a dataclass keep their names. Of another object only ``logits`` is returned.
+    dict or a dataclass keep their names. Of another object only ``logits`` is returned. Returns {} if there are no such
+    tensors.
     """
     if isinstance(outputs, Tensor):
         named: Mapping[Any, Any] = {"outputs": outputs}
@@ -171,8 +178,8 @@ def name_outputs(outputs: Any) -> dict[str, Tensor]:
 def middle_square_side(shorter: Any, share: float) -> Any:
     """Return the side of the cropped square: ``share`` of the shorter side, rounded as by ``round``, at least 1.
 
-    ``share`` is at most 1, and a quotient of whole numbers below 1,000. Exporters can follow all operations for a size
-    that is not known yet (torch's SymInt).
+    ``shorter`` is the length of the shorter side, an int or torch's SymInt. ``share`` is at most 1, and a quotient of
+    whole numbers below 1,000. Exporters can follow all operations for a size that is not known yet.
     """
     part, whole = Fraction(share).limit_denominator(999).as_integer_ratio()
     doubled = 2 * part * shorter + whole  # divided by 2 * whole: the side, halves rounded up

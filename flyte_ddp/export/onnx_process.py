@@ -14,9 +14,9 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 class OnnxProcess:
-    """A process that runs the ONNX ``model`` on CPU ``threads``.
+    """A process that runs the ONNX file ``model`` on CPU ``threads``.
 
-    Starts at once, and is killed when the context ends.
+    Starts at once, and is killed when the context ends. Use the object in a ``with`` block.
     """
 
     def __init__(self, model: Path, threads: int) -> None:
@@ -33,7 +33,10 @@ class OnnxProcess:
         self.stderr.close()
 
     def compute_outputs(self, inputs: Arrays) -> Arrays:
-        """Return the outputs of a batch by name. Waits without a timeout. Raises OSError if the process has ended."""
+        """Return the outputs of a batch by name. Waits without a timeout.
+
+        If the process has ended, raises OSError with the process's last error.
+        """
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
@@ -51,7 +54,10 @@ class OnnxProcess:
 
 
 def serve_outputs_on_stdio(model_path: str, threads: str) -> None:
-    """Read batches from stdin until the end of stdin, and write the outputs of the ONNX to stdout."""
+    """Read pickled batches from stdin until the end of stdin, and write the outputs of the ONNX to stdout.
+
+    After the call, this process cannot import torch.
+    """
     sys.modules["torch"] = None  # type: ignore[assignment]  # an import of torch now fails
     import onnxruntime
 

@@ -19,11 +19,12 @@ LEAST_EXPECTED = 5  # samples of a category on the smaller side; rarer categorie
 
 
 def compare_columns(reference: Mapping[str, NDArray[Any]], window: Mapping[str, NDArray[Any]]) -> list[ColumnChange]:
-    """Return each column's p-value, corrected by Holm's method, and effect.
+    """Return each column's p-value, corrected by Holm's method, and effect, in the order of the reference.
 
-    The effect of numbers is the largest distance of the two distribution functions. The effect of categories is half
-    the sum of the shares' differences, or the excess of new categories if larger. A column has moved if p is at most
-    ALPHA (0.01) and the effect at least FLOOR (0.05).
+    Columns of the window that the reference lacks are ignored. The effect of numbers is the largest distance of the two
+    distribution functions. The effect of categories is half the sum of the shares' differences, or the excess of new
+    categories if larger. A column has moved if p is at most ALPHA (0.01) and the effect at least FLOOR (0.05). If the
+    tests cannot find a change of a column, the result has the reason.
     """
     found = [compare_values(values, window[name]) for name, values in reference.items()]
     changes = []
@@ -36,7 +37,10 @@ def compare_columns(reference: Mapping[str, NDArray[Any]], window: Mapping[str, 
 
 
 def compare_values(reference: NDArray[Any], window: NDArray[Any]) -> tuple[float, float]:
-    """Return p-value and effect of Kolmogorov and Smirnov's test, or of :func:`compare_categories` for categories."""
+    """Return p-value and effect of a column: of Kolmogorov and Smirnov's test for numbers, else of a test of counts.
+
+    NaN counts as infinity. A column with a single value on both sides has the p-value 1 and the effect 0.
+    """
     reference, window = replace_nan(reference), replace_nan(window)
     if not has_categories(reference):
         numbers = ks_2samp(reference, window, method="asymp")
@@ -66,7 +70,7 @@ def compare_categories(table: NDArray[np.int64]) -> tuple[float, float]:
 
 
 def explain_no_test(reference: NDArray[Any], window: NDArray[Any]) -> str:
-    """Return why the tests cannot find a change of a column that has not moved, or "".
+    """Return why the tests cannot find a change of a column, or "" if the tests can. Call this unless the column moved.
 
     No effect can reach FLOOR (0.05) if a single value, or all rare categories together, make up more than 95 % of both
     sides.
@@ -106,9 +110,10 @@ def count_categories(reference: NDArray[Any], window: NDArray[Any]) -> tuple[NDA
 
 
 def pool_rare(table: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return counts [2, k], k > 1, of K > 1 categories, with the rarest categories added up.
+    """Merge the rarest columns of counts [2, K], K > 1, into one, and return the counts.
 
-    Categories are added up until at least 5 samples are expected on the smaller side.
+    Merging stops when each column has an expected count of at least 5 in the row with fewer samples. It also stops when
+    two columns are left. The merged column comes first, then the others by rising total.
     """
     table = table[:, np.argsort(table.sum(0), kind="stable")]
     totals, least = table.sum(0), LEAST_EXPECTED * table.sum() / table.sum(1).min()
@@ -117,10 +122,10 @@ def pool_rare(table: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def rate_samples(reference: Mapping[str, NDArray[Any]], window: Mapping[str, NDArray[Any]]) -> NDArray[np.float64]:
-    """Return how unusual each sample of the window is, [n].
+    """Return how unusual each sample of the window is, [n]. Higher numbers are more unusual.
 
-    The rating is the sum over columns of -log of a share of the reference. For categories, the share is of equal
-    values. For numbers, the share is of values at least as far out.
+    The rating is the sum over the reference's columns of -log of a share of the reference. For categories, the share is
+    of equal values. For numbers, the share is of values at least as far out. A share counts as at least one sample.
     """
     found = np.zeros(len(next(iter(window.values()))))
     for name, values in reference.items():

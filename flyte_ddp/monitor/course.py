@@ -9,7 +9,11 @@ from flyte_ddp.text.formatting import name_measure
 
 
 def draw_course(windows: Sequence[Window]) -> list[tuple[str, str]]:
-    """Return the title and SVG element of each chart of windows, oldest first. A chart needs two windows."""
+    """Return the title and SVG element of each chart of windows, oldest first.
+
+    The charts are the score, and the number of moved columns. A chart needs two windows with a score, or with compared
+    columns.
+    """
     measured = [window for window in windows if window.score is not None]
     judged = [window for window in windows if window.columns]
     charts = []
@@ -22,6 +26,10 @@ def draw_course(windows: Sequence[Window]) -> list[tuple[str, str]]:
 
 
 def draw_numbers(plot: Callable[[Any], str]) -> str:
+    """Return an SVG element with the number of the window on the x axis.
+
+    ``plot(axes)`` draws on matplotlib's axes, and returns the label of the y axis.
+    """
     from matplotlib.ticker import MaxNLocator
 
     def plot_over_numbers(axes: Any) -> str:
@@ -35,6 +43,10 @@ def draw_numbers(plot: Callable[[Any], str]) -> str:
 
 
 def plot_scores(axes: Any, windows: Sequence[Window], name: str) -> str:
+    """Plot the windows' scores with intervals, and the held-out measure as a line.
+
+    Return ``name``, the measure's name.
+    """
     axes.axhline(windows[-1].held_out, color=MUTED, linestyle="--", label="held out")
     ranges = [(each.number, each.low, each.high) for each in windows if each.low is not None and each.high is not None]
     if ranges:
@@ -47,6 +59,7 @@ def plot_scores(axes: Any, windows: Sequence[Window], name: str) -> str:
 
 
 def plot_moved(axes: Any, windows: Sequence[Window]) -> str:
+    """Plot a bar of each window's number of moved columns, and return the label of the y axis."""
     from matplotlib.ticker import MaxNLocator
 
     for alarm, color in ((False, BLUE), (True, ORANGE)):

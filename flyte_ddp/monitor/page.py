@@ -30,7 +30,11 @@ ENDS = 0.005, 0.995  # quantiles between which numbers are drawn
 def write_page(window: Window, watched: WatchedModel, course: Sequence[Window], name: str, path: Path) -> Path:
     """Write the HTML page of a recorded window, replacing an existing file, and return the path.
 
-    ``course`` are the champion's last windows, oldest first.
+    Args:
+        window: The window, as :func:`record_window` returned it.
+        watched: The samples of the window and of the reference.
+        course: The champion's last windows, oldest first.
+        name: The model's name.
     """
     page = render_template(
         "window.html",
@@ -60,7 +64,10 @@ def write_page(window: Window, watched: WatchedModel, course: Sequence[Window], 
 
 
 def show_inputs(watched: WatchedModel, moved: Sequence[str]) -> Iterator[Picture]:
-    """Yield the unusual samples with up to SHOWN_NUMBERS (6) inputs each, inputs in ``moved`` columns first."""
+    """Yield the unusual samples with up to SHOWN_NUMBERS (6) inputs each, inputs in ``moved`` columns first.
+
+    Names of inputs lose the prefixes "row " and "input ", unless the rest is a number.
+    """
     for _, picture in watched.unusual:
         values = {name: picture.values[name] for name in (*moved, *picture.values) if name in picture.values}
         shown = dict(islice(values.items(), SHOWN_NUMBERS))
@@ -74,6 +81,7 @@ def draw_distributions(name: str, reference: NDArray[Any], window: NDArray[Any])
     """Return an SVG element with the shares of a column's values, or ranges of values, in reference and window."""
 
     def plot_shares(axes: Any) -> str:
+        """Plot the shares of both sides, and return the label of the y axis."""
         if has_categories(reference):
             labels, counts = pool_new(*count_categories(reference, window))
             shares = counts / counts.sum(1, keepdims=True)
@@ -107,7 +115,10 @@ def pool_new(values: NDArray[Any], counts: NDArray[np.int64]) -> tuple[list[str]
 
 
 def describe_new(reference: NDArray[Any], window: NDArray[Any]) -> str:
-    """Return a text with the categories that the reference lacks, most frequent first, or ""."""
+    """Return a text with the categories that the reference lacks, most frequent first.
+
+    Returns "" if there are no new categories, or if the values are numbers without categories.
+    """
     values, counts = count_categories(reference, window)
     order = np.argsort(-counts[1], kind="stable")
     new = [format_page_cell(value) for value in values[order][counts[0, order] == 0].tolist()]
@@ -115,7 +126,10 @@ def describe_new(reference: NDArray[Any], window: NDArray[Any]) -> str:
 
 
 def write_table(path: Path, columns: SampleColumns, ids: Sequence[str] = ()) -> Path:
-    """Write columns as CSV, with the samples' ids unless ``ids`` is empty, and return the path."""
+    """Write columns as CSV, replacing an existing file, and return the path.
+
+    The first column is the samples' ids, unless ``ids`` is empty.
+    """
     given: dict[str, Sequence[Any]] = {"id": ids} if ids else {}
     given |= {name: values.tolist() for name, values in columns.items()}
     # surrogateescape: file names that are not UTF-8 are written unchanged.

@@ -31,11 +31,15 @@ class Records:
     marks: set[tuple[int, str, str]]  # numbers with the digests of digest_samples and digest_author
 
     def read(self, numbers: Collection[int]) -> list[Window]:
-        """Return windows by number, each with the last truth. Raises UserError for a damaged file."""
+        """Return the windows with these numbers, in the same order, each with the last truth.
+
+        Raises UserError for a damaged file.
+        """
         with ThreadPoolExecutor(READERS) as pool:
             return [*pool.map(self.read_window, numbers)]
 
     def read_window(self, number: int) -> Window:
+        """Return the window with a number and its last truth. Raises UserError if the file is damaged."""
         address = storage.join(self.folder, self.files[number][-1])
         try:
             return Window.from_json(self.registry.read_file(address, storage.read_file) or b"")
@@ -43,7 +47,11 @@ class Records:
             raise UserError(f"{address}: is damaged; restore or delete it") from None
 
     def read_deciding(self, window: Window) -> list[Window]:
-        """Return the earlier windows that decide whether a window is an alarm, oldest first."""
+        """Read the earlier windows that decide whether a window is an alarm, and return the windows, oldest first.
+
+        May return more windows than needed. Returns [] if the window has no moved columns and no worse score. Raises
+        UserError for a damaged file.
+        """
         found, numbers = list[Window](), [number for number in self.files if number < window.number]
         while numbers and not (
             (not window.moved or sum(bool(each.columns) for each in found) >= LOOKED_AT - 1)
@@ -55,6 +63,7 @@ class Records:
         return found
 
     def write_mark(self, number: int, window: Window) -> None:
+        """Write a window's mark: a file whose name has the window's number, and digests of samples and author."""
         mark = (digest_samples(window), digest_author(window))
         self.registry.create_file(storage.join(self.folder, f"samples/{number:08}-{'-'.join(mark)}"), b"\n")
         self.marks.add((number, *mark))
@@ -62,7 +71,8 @@ class Records:
     def find_same(self, window: Window, *, once: bool) -> Window | None:
         """Return the first window with the same address and the same samples, or None.
 
-        With ``once`` the same address and the same author are enough. Writes missing marks.
+        With ``once``, if no window has the same samples, the same address and the same author are enough. Writes
+        missing marks. Raises UserError for a damaged file.
         """
         # A mark is missing if the writer was killed, or if an older release wrote the record.
         missing = sorted(self.files.keys() - {number for number, *_ in self.marks})
@@ -78,6 +88,7 @@ class Records:
 
 
 def list_records(registry: Registry, entry: Entry) -> Records:
+    """List the files of a champion's windows without reading them. ``entry`` is the champion's entry in the log."""
     folder = registry.at("monitor", f"{entry.number:08}")
     files, marks = dict[int, list[str]](), set[tuple[int, str, str]]()
     for name in registry.list_files(folder):  # sorted: the records first, and truths in order
@@ -101,7 +112,10 @@ def digest_text(text: str) -> str:
 
 
 def read_windows(registry: Registry, entry: Entry) -> list[Window]:
-    """Return the last RECENT (50) windows of a champion, oldest first. Raises UserError for a damaged record."""
+    """Return the last RECENT (50) windows of a champion, oldest first, or [] if there are none.
+
+    ``entry`` is the champion's entry in the log. Raises UserError for a damaged record.
+    """
     records = list_records(registry, entry)
     return records.read([*records.files][-RECENT:])
 
@@ -109,9 +123,17 @@ def read_windows(registry: Registry, entry: Entry) -> list[Window]:
 def record_window(registry: Registry, entry: Entry, window: Window, *, once: bool = False) -> Window:
     """Write a window into the registry, and return the window with number and alarm.
 
-    If an earlier window has the same address and samples, returns the earlier window. With ``once`` the same address
-    and author are enough. A new truth is added to the earlier window. Reads only the windows that decide about an
+    If an earlier window has the same address and samples, returns the earlier window, with a new truth if ``window``
+    has one. If another writer takes the number first, tries the next number. Reads the windows that decide about an
     alarm.
+
+    Args:
+        entry: The champion's entry in the log.
+        window: The window, without a number.
+        once: Whether the same address and author are enough for an earlier window.
+
+    Raises:
+        UserError: A file is damaged, or the registry cannot be read or written.
     """
     while True:
         records = list_records(registry, entry)

@@ -37,7 +37,13 @@ class HeldOut:
 def measure_truth_fields(
     objective: Objective, parts: Sequence[Mapping[str, Tensor]], held_out: HeldOut, seed: int
 ) -> dict[str, Any]:
-    """Return the fields of a Window about the truth, from the objective's columns of batches with a truth."""
+    """Return the fields of a Window about the truth. Fields that cannot be determined are missing.
+
+    Args:
+        parts: The objective's columns of the samples with a truth, by batch. May be empty.
+        held_out: The champion's results at its release.
+        seed: The seed of the drawn samples and permutations.
+    """
     columns = {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())}
     found = measure_truth(objective, columns)
     if "score" in found:
@@ -50,7 +56,8 @@ def measure_truth(objective: Objective, columns: Columns) -> dict[str, Any]:
     """Return fields of a Window: the number of samples with a truth, the main measure, and the 95 % interval.
 
     The interval of an accuracy is Wilson's. If another measure is a mean of the samples' scores, the interval assumes a
-    normal distribution of the mean. Fields that cannot be determined are missing.
+    normal distribution of the mean. Fields that cannot be determined are missing, for example if fewer than 50 samples
+    have a truth.
     """
     samples = len(columns["loss"]) if columns else 0
     found: dict[str, Any] = {"truths": samples}
@@ -78,7 +85,10 @@ def is_accuracy(objective: Objective) -> bool:
 
 
 def score_samples_of_mean(objective: Objective, columns: Columns) -> NDArray[np.float64] | None:
-    """Return each sample's score, where higher is better, or None if the mean is not the main measure."""
+    """Return each sample's score, where higher is better, or None if the main measure is no mean of scores.
+
+    Also returns None for user-defined measures or scores, and for several predicted numbers.
+    """
     kind = type(objective)
     several = isinstance(objective, Regression) and columns["prediction"][0].numel() > 1
     own = kind.measure not in FORMULAS or kind.scores not in (Objective.scores, Classification.scores)
@@ -88,8 +98,13 @@ def score_samples_of_mean(objective: Objective, columns: Columns) -> NDArray[np.
 def compare_score(objective: Objective, columns: Columns, score: float, held_out: HeldOut, seed: int) -> dict[str, Any]:
     """Return fields of a Window: the p-value of a score worse than held out, and whether p is small enough.
 
-    ``columns`` are the objective's columns of all or some samples with a truth. The limit of p is ALPHA (0.01). Returns
-    {} if no test is possible.
+    The limit of p is ALPHA (0.01). Returns {} if no test is possible.
+
+    Args:
+        columns: The objective's columns of all or some samples with a truth.
+        score: The main measure of all samples with a truth.
+        held_out: The champion's results at its release.
+        seed: The seed of permutations.
     """
     if held_out.columns.keys() >= columns.keys():
         p = p_value_of_draws(objective, columns, held_out.columns, seed)
@@ -99,10 +114,10 @@ def compare_score(objective: Objective, columns: Columns, score: float, held_out
 
 
 def p_value_of_draws(objective: Objective, columns: Columns, held_out: Columns, seed: int) -> float | None:
-    """Return the one-sided p-value of the permutation test of the main measure's difference, or None if undefined.
+    """Return the one-sided p-value of the permutation test that the main measure is worse than held out.
 
-    Drawing stops when ALPHA cannot be reached (Besag and Clifford, Biometrika 78, 1991). Draws do not count if the
-    measure is undefined on a side.
+    Returns None if the measure is undefined. Drawing stops when ALPHA cannot be reached (Besag and Clifford, Biometrika
+    78, 1991). Draws do not count if the measure is undefined on a side.
     """
     sign, name = 1 if is_higher_better(objective) else -1, objective.main_measure
     samples, random = len(columns["loss"]), np.random.default_rng(seed)
@@ -129,10 +144,10 @@ def p_value_of_draws(objective: Objective, columns: Columns, held_out: Columns, 
 
 
 def p_value_without_columns(objective: Objective, columns: Columns, score: float, held_out: HeldOut) -> float | None:
-    """Return a one-sided p-value of an accuracy, RMSE or perplexity from the held-out score alone, else None.
+    """Return a one-sided p-value of an accuracy, RMSE or perplexity from the held-out score alone.
 
-    The p-value of an accuracy is Fisher's. For RMSE and perplexity, means are assumed to be normal, and held-out scores
-    to vary as the window's scores.
+    Returns None for other measures, or if all scores are equal. The p-value of an accuracy is Fisher's. For RMSE and
+    perplexity, means are assumed to be normal, and held-out scores to vary as the window's scores.
     """
     samples = len(columns["loss"])
     if is_accuracy(objective):

@@ -41,10 +41,13 @@ class WindowSource(CheckedFields, called="window setting"):
     fail_on_alarm: bool = setting(True, "Whether an alarm ends the execution as failed, so that Flyte notifies people.")
 
     def at(self, time: datetime) -> Self:
-        """Return the source with the fields of strftime filled in.
+        """Return the source for a ``time``, with the fields of strftime filled in.
+
+        The time is in UTC, less ``hours_back``.
 
         Raises:
-            UserError: Not exactly one kind is given, or a percent sign of an address begins no field.
+            UserError: Not exactly one kind is given, a data set and a truth are given, or a percent sign begins no
+                field.
         """
         if sum(bool(getattr(self, kind)) for kind in KINDS) != 1:
             given = ", ".join(f"{kind}={getattr(self, kind)!r}" for kind in KINDS)
@@ -62,7 +65,7 @@ class WindowSource(CheckedFields, called="window setting"):
 
 
 def fill_in(name: str, address: str, moment: datetime) -> str:
-    """Return an address with its fields of strftime filled in.
+    """Return an address with its fields of strftime filled in. ``name`` is the setting's name for errors.
 
     Raises:
         UserError: A percent sign begins no field.

@@ -21,9 +21,10 @@ WHOLE_NUMBER = re.compile(r"0*([0-9]+)(?:\.0*)?")
 
 
 class TruthFile:
-    """The truths of a CSV file by id, as texts.
+    """The truths of a CSV file by id, as texts. The constructor reads the file, with retries.
 
-    An id in another form, such as 1.0 or 001 for 1, matches if no other id has the same form.
+    An id in another form, such as 1.0 or 001 for 1, matches if no other id has the same form. If an id occurs several
+    times, the last known truth counts.
     """
 
     def __init__(self, address: str) -> None:
@@ -37,7 +38,10 @@ class TruthFile:
         self.missing = list[str]()  # samples without an id in the file
 
     def find(self, sample: str) -> str:
-        """Return a sample's truth, or "" if the file lacks the id. Raises UserError for an id that fits two samples."""
+        """Return a sample's truth, or "" if the file lacks the id. Also keeps the match, or the sample as missing.
+
+        Raises UserError for an id that fits two samples.
+        """
         name = sample if sample in self.truths else self.by_form.get(normalize_form(sample))
         if name is None:
             self.missing.append(sample)
@@ -48,7 +52,10 @@ class TruthFile:
         return self.truths[name]
 
     def check_ids(self) -> str:
-        """Return a note on ids in another form, or "". Raises UserError if no id has the form of a sample's id."""
+        """Return a note on ids in another form, or "". Call this after all samples were looked up.
+
+        Raises UserError if no id has the form of a sample's id.
+        """
         forms = {*map(mask_numbers, self.truths)}
         if forms and not self.users and forms.isdisjoint(map(mask_numbers, self.missing)):
             rule = f"has none of the ids of the samples, such as {join_first(self.missing, 2)}"
@@ -58,10 +65,14 @@ class TruthFile:
 
 
 def add_truth(model: SavedModel, address: str, batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield batches with the truths of the user's file, classes or numbers.
+    """Yield batches with the truths of the user's file at ``address``, as classes or as targets.
 
-    Raises UserError unless the model predicts classes, or one number for each sample. Prints a note if no truth is
-    known, or if ids are in another form.
+    The file is read at the first ``next()``. After the last batch, prints a note if no truth is known, or if ids are in
+    another form. A truth that is no class of the model is passed on.
+
+    Raises:
+        UserError: The model predicts neither classes nor one number for each sample, or the file cannot be read. A
+            truth is not a number. The ids do not fit the samples.
     """
     file, classifies = TruthFile(address), isinstance(model.objective, Classification)
     if not classifies and (not isinstance(model.objective, Regression) or model.objective.facts.target_shape):
@@ -89,7 +100,10 @@ def add_truth(model: SavedModel, address: str, batches: Iterable[Batch]) -> Iter
 
 
 def name_class(truth: str, classes: Mapping[str, str]) -> str:
-    """Return the class of a truth, or "" for an unknown truth. ``classes`` maps names and their forms to names."""
+    """Return the class of a truth, or "" for an unknown truth. A text that is no class is returned unchanged.
+
+    ``classes`` maps names and their forms to names.
+    """
     if truth in classes:
         return classes[truth]
     return "" if is_unknown(truth) else classes.get(normalize_form(truth), truth)

@@ -77,9 +77,13 @@ class WatchedModel:
     unusual: list[tuple[float, Picture]] = field(default_factory=list)  # the first PICTURED (24)
 
     def predict(self, batches: Iterable[Batch]) -> None:
-        """Predict batches, and keep columns, unusual samples, and the objective's columns of samples with a truth.
+        """Predict all batches of a window, and set or extend the fields of this object. Call this once.
 
-        Raises UserError if the names of the columns differ from the reference's.
+        Samples whose outputs are NaN are recorded in ``bad``, and have no columns.
+
+        Raises:
+            UserError: User-defined code fails, a truth does not fit the model, or columns have other names than the
+                reference.
         """
         parts, model = [], self.model
         for batch in batches:
@@ -121,7 +125,14 @@ class WatchedModel:
         columns: SampleColumns,
         usable: NDArray[np.int64],
     ) -> None:
-        """Keep pictures of the most unusual samples, among the places ``usable`` and the pictures kept before."""
+        """Keep pictures of the most unusual samples, among this batch and the pictures kept before.
+
+        Args:
+            inputs: The model's inputs of n samples.
+            truths: The truths [n] as texts, "" if unknown.
+            columns: The columns of the samples, by which they are rated.
+            usable: The places of the samples that may be kept.
+        """
         ratings, spec = rate_samples(self.reference, columns), self.model.spec
         first = usable[np.argsort(-ratings[usable], kind="stable")[:PICTURED]]
         images = images_from_inputs(inputs[first], spec) if isinstance(spec, InputSpec) else itertools.repeat(None)
@@ -147,12 +158,19 @@ def describe_truths(model: SavedModel, batch: Batch) -> Sequence[str]:
 def predict_window(
     registry: Registry, entry: Entry, source: WindowSource, local: Path, *, settings: Settings, by: str
 ) -> tuple[Window, WatchedModel]:
-    """Predict a window with the champion of the log's ``entry``, and return the unrecorded window and its samples.
+    """Predict a window with the champion, and return the window, without a number, and its samples.
 
-    ``local`` is the path of the images or the table on this machine. Runs the code that the champion's sidecar names.
+    Runs the code that the champion's sidecar names. Prints a note if some samples cannot be decoded or predicted.
+
+    Args:
+        entry: The champion's entry in the log.
+        source: The addresses of samples and truth, with the fields of strftime filled in.
+        local: The path of the images or the table on this machine.
+        by: The Flyte execution or user, for the record.
 
     Raises:
-        UserError: The champion has no reference, or more than a tenth of the samples cannot be decoded or predicted.
+        UserError: The champion has no reference, or cannot be read. The samples or the truth cannot be read, or do not
+            fit the model. More than a tenth of the samples cannot be decoded or predicted.
     """
     version = registry.read_version(entry.version, entry.manifest)
     if REFERENCE not in version.files:
@@ -197,6 +215,11 @@ def predict_window(
 
 
 def open_window(model: SavedModel, source: WindowSource, local: Path, bad: BadSamples) -> Iterator[Batch]:
+    """Return the batches of the source's images, table or data set.
+
+    A data set is first downloaded and prepared if needed. ``local`` is the path of the images or the table on this
+    machine. Undecodable samples are recorded in ``bad``.
+    """
     if source.images:
         return read_folder_batches(model, local, find_images(local), model.batch_size, bad)
     if source.table:

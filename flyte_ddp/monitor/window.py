@@ -58,6 +58,7 @@ class Window(DataClassJsonMixin):
         return f"<window {self.number}, {self.describe()}>"
 
     def describe(self) -> str:
+        """Return the verdict as text: an alarm, changes without an alarm, no change, or too few samples."""
         if not self.columns:
             return f"no verdict: {self.samples:,} samples are too few; at least {FEWEST} are needed"
         changes = []
@@ -74,7 +75,7 @@ class Window(DataClassJsonMixin):
 
 
 def is_alarm(windows: Sequence[Window]) -> bool:
-    """Return whether the last of the ``windows`` is an alarm.
+    """Return whether the last of the ``windows``, oldest first, is an alarm.
 
     A window with moved columns is an alarm if another of the last three windows has moved columns, too. The same rule
     holds for worse scores. The three windows are the last windows with a verdict on columns, or on the score.

@@ -28,7 +28,10 @@ from flyte_ddp.user_code.stored import StoredSpec, import_stored_module
 
 
 class StoredUnpickler(pickle.Unpickler):
-    """Loads classes from the modules in ``spec`` if ``spec`` is a :class:`StoredSpec`, and other classes by import."""
+    """Loads classes from the stored modules of ``spec`` if ``spec`` is a :class:`StoredSpec`, and else by import.
+
+    A StoredSpec has sources of modules. Classes of other modules are imported, too.
+    """
 
     def __init__(self, spec: str, content: bytes) -> None:
         super().__init__(io.BytesIO(content))
@@ -78,20 +81,26 @@ class Preprocessing:
     def prepare(self, rows: Any) -> Leaves:
         """Return the model's inputs of rows: NumPy arrays of the types that the model accepts.
 
+        Calls the user's code with a copy of the fitted object.
+
         Args:
             rows: A frame, an array, a dict of columns or a list, as returned by ``read`` of the user's Table. Columns
                 are found by name, in any order. Further columns are ignored.
 
         Raises:
-            UserError: A column is missing, an input is NaN or infinite, or the data set is not a Table.
+            UserError: A column is missing, an input is NaN or infinite, or the data set is not a Table. The user's code
+                raises.
         """
         inputs, _ = convert_inputs(f"{self.where}: ", self._call_prepare(rows), None)
         return self._cast(inputs)
 
     def read(self, source: Any) -> NewRows:
-        """Read and prepare the rows of a new source.
+        """Read and prepare the rows of a new source by the user's code. ``source`` is a path, or what the code accepts.
 
         Rows with NaN or infinite inputs are listed in ``bad``, and have no inputs.
+
+        Raises:
+            UserError: The user's code raises, or returns inputs or ids of another form.
         """
         rows = targets = None
         if isinstance(self.call, Table):
@@ -120,6 +129,10 @@ class Preprocessing:
         return NewRows(self._cast(inputs), places, bad, ids, rows, targets)
 
     def _call_prepare(self, rows: Any) -> Any:
+        """Return what the user's Table prepares from rows. Columns of rows and inputs are in the order of the training.
+
+        Raises UserError if the data set is not a Table, or if the user's code raises.
+        """
         if not isinstance(self.call, Table):
             raise UserError(
                 f"{self.where}: the function reads a file and accepts no rows; derive the data set from flyte_ddp.Table"
@@ -145,7 +158,8 @@ def load_preprocessing(model_json: Path | str | Mapping[str, Any]) -> Preprocess
         model_json: The path of the file, or its content, as ``load_model`` and ``load_champion`` return it.
 
     Raises:
-        UserError: The model has no preprocessing, or the object cannot be unpickled here.
+        UserError: The file cannot be read or is damaged, the model has no preprocessing, or the object cannot be
+            unpickled here.
     """
     sidecar = model_json if isinstance(model_json, Mapping) else read_model_json(Path(model_json))
     if not (packed := sidecar.get(PREPROCESSING)):
@@ -190,12 +204,13 @@ def read_new_rows(sidecar: Mapping[str, Any], source: Any) -> tuple[Leaves, NDAr
 
 
 def make_model_inputs(sidecar: Mapping[str, Any], data: SampleArrays) -> SampleArrays:
-    """Return a data set with test inputs made by the model's preprocessing.
+    """Return a data set whose inputs of the test split are made by the model's preprocessing. May run the user's code.
 
-    Returns ``data`` if the same preprocessing made the inputs, or if neither model nor data have a preprocessing.
+    The training inputs of the result are the test inputs, too. Returns ``data`` if the same preprocessing made the
+    inputs, or if neither model nor data have a preprocessing.
 
     Raises:
-        UserError: Another fit made the inputs, and the data set has no rows.
+        UserError: Another fit made the inputs, and the data set has no rows. The user's code raises.
     """
     mine, theirs = sidecar.get(PREPROCESSING) or {}, data.preprocessing
     by_table = TABLE in mine and bool(data.rows)
@@ -214,7 +229,10 @@ def make_model_inputs(sidecar: Mapping[str, Any], data: SampleArrays) -> SampleA
 
 
 def cast_leaf(leaf: Any, dtype: str) -> Any:
-    """Return a leaf converted to ``dtype`` "float", "int64" or "bool", or unchanged if a value would change."""
+    """Return a leaf converted to ``dtype`` "float", "int64" or "bool", or unchanged if a value would change.
+
+    Integers and booleans become float32 for "float". Any other ``dtype`` leaves the leaf unchanged.
+    """
     values = leaf.values if isinstance(leaf, Ragged) else leaf
     kind, new = values.dtype.kind, values
     if dtype == "float" and kind in "biu":

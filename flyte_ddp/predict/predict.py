@@ -123,7 +123,10 @@ def write_prediction_table(
 def write_predictions(file: Any, batches: Iterable[Batch], predictor: "Predictor", masks: Path) -> None:
     """Predict batches, and write a CSV row for each sample to ``file``, and masks as files into ``masks``.
 
-    Raises UserError if no sample can be decoded, or if the columns change between batches.
+    The header is written with the first decoded sample.
+
+    Raises:
+        UserError: No sample can be decoded, the names of the columns change between batches, or a batch cannot be read.
     """
     writer: csv.DictWriter[str] | None = None
     waiting = list[dict[str, str]]()  # rows before the first decoded sample
@@ -167,8 +170,11 @@ class Predictor:
     def answer_batch(self, batch: Batch, masks: Path) -> TableColumns:
         """Return the columns of a batch's table, except the id.
 
-        Runs the model, writes masks as files, counts the batch, and keeps samples for the page. If no sample was
-        decoded, returns only the columns of the truth.
+        Runs the model, writes masks as files into ``masks``, counts the batch, and keeps samples for the page. Samples
+        that cannot be decoded have "" in the answers. If no sample was decoded, returns only the columns of the truth.
+
+        Raises:
+            UserError: User-defined code fails, or the objective has no columns.
         """
         objective, truths, samples = self.model.objective, TableColumns(), len(batch.ids)
         if batch.truths is not None:
@@ -213,7 +219,13 @@ class Predictor:
     def keep_pictures(
         self, batch: Batch, facts: Mapping[int, tuple[str, str, Any]], masks: Mapping[int, Sequence[NDArray[Any]]]
     ) -> None:
-        """Keep the batch's samples for the page. ``facts`` are prediction, truth and score of the decoded samples."""
+        """Keep samples of the batch for the page, and drop kept samples with lower scores of the second class.
+
+        Args:
+            batch: The batch, of which decoded samples may be kept.
+            facts: Prediction, truth and score of the decoded samples, by their place in the batch.
+            masks: The masks of decoded samples, by place: the true mask if known, and the predicted mask.
+        """
         spec, chosen = self.model.spec, np.arange(len(facts))[: PICTURES - len(self.pictures)]
         if self.ranking:
             chosen = np.argsort([-score for _, _, score in facts.values()], kind="stable")[:PICTURES]  # NaN last
@@ -230,6 +242,10 @@ class Predictor:
             self.pictures = [self.pictures[at] for at in order[:PICTURES]]
 
     def render_page(self, title: str) -> str:
+        """Return the HTML page with the numbers and kept samples of the batches so far.
+
+        ``title`` is the page's title.
+        """
         facts, classes = [("Samples", f"{self.samples:,}")], self.model.classes
         if self.known:
             share = format_percent(self.correct / self.known)
@@ -251,6 +267,10 @@ class Predictor:
 
 
 def print_samples_without_prediction(progress: Progress, undefined: Sequence[str], bad: BadSamples) -> None:
+    """Print notes on the samples without a prediction.
+
+    Their outputs are NaN (``undefined``), or decoding failed (``bad``).
+    """
     if undefined:
         said = f"the outputs of {format_count(len(undefined), 'sample')} are NaN: no prediction for"
         progress.print_note(f"{said} {join_first(sorted(undefined))}; check their inputs")
@@ -278,9 +298,10 @@ def mask_folder(table: Path) -> Path:
 
 @contextmanager
 def replace_folder(path: Path) -> Iterator[Path]:
-    """Yield a new folder, which replaces the folder at ``path`` if the block raises no error.
+    """Yield a new, empty folder, which replaces the folder at ``path`` if the block raises no error.
 
-    If the new folder is empty, the old folder is only removed.
+    After the block, the folder at ``path`` is deleted, and the new folder moves there unless it is empty. If the block
+    raises an error, the folder at ``path`` remains, and the new folder is deleted. The parent folder must exist.
     """
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as temporary:
         new = Path(temporary, path.name)
@@ -294,7 +315,8 @@ def replace_folder(path: Path) -> Iterator[Path]:
 def write_mask(folder: Path, name: str, mask: NDArray[Any], classes: int) -> str:
     """Write a mask [H, W] of class numbers as a PNG, and return the path relative to the folder's parent.
 
-    Creates the folders in ``name``. If the file exists, appends a number to the name.
+    ``name`` is the sample's id, and may have folders, which are created. ``classes`` is the number of classes. Up to
+    256 classes get colours. If the file exists, appends a number to the name.
     """
     path = Path(folder, *[part for part in PurePosixPath(name).parts if part not in ("/", "..")] or ["mask"])
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -314,7 +336,8 @@ def find_answers(
 ) -> TableColumns:
     """Return the objective's answers by column, with texts replaced by "" where ``undefined`` [n].
 
-    With ``top_classes`` calls the objective's ``top_answers``, otherwise ``answers``. Raises UserError without columns.
+    ``targets`` show which outputs are padding, unless None. With ``top_classes`` the answers are this many likeliest
+    classes of each sample, otherwise a column for each class. Raises UserError if the objective has no columns.
     """
     objective, where = model.objective, model.sidecar.get("objective", "classification")
     shown = outputs if targets is None else objective.hide_padding(outputs, targets)
@@ -335,6 +358,10 @@ def is_listed_by_rank(objective: Objective, method: str) -> bool:
 
 
 def find_undefined_rows(outputs: Any, samples: int) -> NDArray[np.bool_]:
+    """Return which of a batch's ``samples`` have NaN among the outputs, [samples].
+
+    Tensors without a row for each sample are ignored.
+    """
     found = np.zeros(samples, dtype=np.bool_)
     for tensor in list_floats(outputs):
         if tensor.shape[:1] == (samples,):

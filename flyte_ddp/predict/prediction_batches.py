@@ -43,8 +43,9 @@ BATCH_SIZE = 500  # images in memory at a time, by default
 class SavedModel:
     """A run's ``model.pt`` and ``model.json``, loaded for evaluation with the sidecar's code.
 
-    The model is on the GPU if available. ``bad_samples`` is how many images may fail to decode. By default the limit of
-    the model's training holds.
+    The model is on the GPU if available. The constructor draws random numbers, and raises UserError if the files do not
+    fit or are damaged. ``bad_samples`` is how many images may fail to decode. By default the limit of the model's
+    training holds.
     """
 
     def __init__(self, weights: Path, sidecar: Path, settings: Settings, bad_samples: int | None = None) -> None:
@@ -84,7 +85,11 @@ class SavedModel:
         self.classes = [*names]
 
     def compute_outputs(self, inputs: Leaves) -> Any:
-        """Run the model without gradients on a batch of at least one sample, and return outputs in fp32 or more."""
+        """Run the model without gradients on a batch of at least one sample, and return outputs in fp32 or more.
+
+        The columns of classes are in the order of ``classes``. Raises UserError if the model does not accept the
+        inputs.
+        """
         with torch.no_grad(), explain_model_errors(str(self.sidecar["model"]), self.module, inputs):
             outputs = convert_outputs(call_with_leaves(self.module, inputs), torch.float32)
         if self.order is None:
@@ -124,9 +129,12 @@ def read_folder_batches(
 ) -> Iterator[Batch]:
     """Yield the image files at ``paths`` in batches of ``batch_size``, with ids relative to ``folder``.
 
-    Threads decode images and scale them to the model's size. Each thread holds one large image at a time. Images that
-    cannot be decoded count for the size of a batch, and are recorded in ``bad``. The first batch raises UserError if
-    the model does not accept images of 1 or 3 channels.
+    Threads decode images ahead, and scale them to the model's size. Each thread holds one large image at a time. Images
+    that cannot be decoded count for the size of a batch, and are recorded in ``bad``.
+
+    Raises:
+        UserError: More images cannot be decoded than ``bad`` allows. At the first ``next()``, the model does not accept
+            images of 1 or 3 channels.
     """
     spec = model.spec
     if not isinstance(spec, InputSpec) or spec.channels not in (1, 3):
@@ -152,9 +160,10 @@ def read_folder_batches(
 
 
 def read_pixels(path: Path, spec: InputSpec, *, middle: bool) -> Tensor:
-    """Return an image's pixels, uint8 [H, W, C].
+    """Return an image's pixels, uint8 [H, W, C], in the channels of ``spec``.
 
-    With ``middle`` returns only the middle square, resized to the model's size.
+    With ``middle`` returns only the middle square in RGB, resized to the model's size. Raises DecodingError if the
+    image cannot be decoded.
     """
     content = path.read_bytes()
     if middle:
@@ -170,11 +179,12 @@ def read_test_split(
 
     The model's preprocessing makes the inputs of rows. Ids are the keys of encoded images, the user's ids, or the
     numbers of samples. Images that cannot be decoded count for the size of a batch, and are recorded in ``bad``. By
-    default up to ``model.bad_samples`` images may fail.
+    default up to ``model.bad_samples`` images may fail. ``batch_size`` is by default the model's. Closing the generator
+    ends the loaders.
 
     Raises:
         UserError: The model does not accept the inputs, another fit made the inputs, or the targets have other names
-            than the model's.
+            than the model's. More images cannot be decoded than allowed.
     """
     if isinstance(data, SampleArrays) and not data.pictures:
         data = make_model_inputs(model.sidecar, data)
@@ -184,7 +194,10 @@ def read_test_split(
 def read_prepared_split(
     model: SavedModel, data: PreparedSet, batch_size: int | None = None, bad: BadSamples | None = None
 ) -> Generator[Batch, None, None]:
-    """Yield batches as :func:`read_test_split` does, from inputs that the model's preprocessing already made."""
+    """Yield the test split of a data set in batches, from inputs that the model's preprocessing already made.
+
+    Ids, ``batch_size`` and ``bad`` are as in :func:`read_test_split`, and so are the errors.
+    """
     names, spec = [*data.classes], model.spec
     images: EncodedSamples | None = None
     bad = BadSamples(model.bad_samples) if bad is None else bad
@@ -221,9 +234,10 @@ def read_prepared_split(
 
 
 def open_item_batches(model: SavedModel, data: ItemSet) -> Split:
-    """Open the test split of arrays or of a set on demand.
+    """Open the test split of arrays or of a set on demand. The caller must close the split's source.
 
-    Raises UserError if the model does not accept the inputs.
+    Inputs of arrays are converted to the model's types if no value changes. Raises UserError if the model does not
+    accept the inputs.
     """
     like = model.spec if isinstance(model.spec, LeavesSpec) else None
     if like is not None and isinstance(data, SampleArrays):
@@ -256,6 +270,9 @@ def cast_inputs(data: SampleArrays, spec: LeavesSpec) -> SampleArrays:
 def order_targets(model: SavedModel, dataset: str, names: Sequence[str], targets: Leaves) -> Leaves:
     """Return labels [n, K] or masks of class numbers in the order of the model's classes. Classes are found by name.
 
+    ``names`` are the data set's classes. If they are empty or in the model's order, ``targets`` are returned unchanged.
+    ``dataset`` names the data set in errors.
+
     Raises:
         UserError: The data set's classes or labels are not the model's.
     """
@@ -274,6 +291,10 @@ def order_targets(model: SavedModel, dataset: str, names: Sequence[str], targets
 
 
 def name_class(dataset: str, label: int, names: Sequence[str]) -> str:
+    """Return the name of a class number, or MISSING for an unknown class (UNKNOWN).
+
+    ``dataset`` names the data set in errors. Raises UserError for other numbers outside 0..len(names) - 1.
+    """
     if label == UNKNOWN:
         return MISSING
     if not 0 <= label < len(names):
@@ -284,7 +305,7 @@ def name_class(dataset: str, label: int, names: Sequence[str]) -> str:
 def hide_targets(targets: Tensor, decoded: Sequence[bool]) -> Tensor:
     """Return targets [n, ...] with unknown values for samples that are not ``decoded``.
 
-    The targets of such samples belong to a substitute sample.
+    An unknown value is NaN, or IGNORED for whole numbers. The targets of such samples belong to a substitute sample.
     """
     unknown = torch.nan if targets.is_floating_point() else IGNORED
     hidden = ~torch.tensor(decoded, device=targets.device)

@@ -23,8 +23,12 @@ def read_row_batches(
 ) -> Generator[Batch, None, None]:
     """Yield the rows of a new file in batches of the model's inputs, with truths if the file has targets.
 
-    Unusable rows are recorded in ``bad``, and count as samples that cannot be decoded. Raises UserError if ``bad``
-    allows fewer unusable rows, or no row is usable.
+    ``table`` is the file, which the user's code reads at the first ``next()``. Unusable rows are recorded in ``bad``,
+    and count as samples that cannot be decoded. They do not count for ``batch_size``, by default the model's.
+
+    Raises:
+        UserError: The user's code fails. ``bad`` allows fewer unusable rows, or no row is usable. A class is not the
+            model's.
     """
     new = load_preprocessing(model.sidecar).read(table)
     every = new.ids if new.ids is not None else np.arange(len(new.places) + len(new.bad)).astype(str)
@@ -50,7 +54,10 @@ def read_row_batches(
 
 
 def insert_bad_rows(batch: Batch, ids: Sequence[str], usable: Sequence[bool]) -> Batch:
-    """Return a batch with the unusable rows at their places, as samples that cannot be decoded."""
+    """Return a batch of usable rows with the unusable rows at their places, as samples that cannot be decoded.
+
+    ``ids`` and ``usable`` are of all rows, and ``usable`` is True for the rows of ``batch``, in order.
+    """
     if all(usable):
         return batch
     truths, targets = None, batch.targets
@@ -66,8 +73,9 @@ def insert_bad_rows(batch: Batch, ids: Sequence[str], usable: Sequence[bool]) ->
 def name_new_targets(model: SavedModel, targets: Any, table: str) -> tuple[Any, tuple[str, ...]]:
     """Return new rows' targets as the model's class numbers, and the names of the model's classes.
 
-    An unknown class is -1. Targets other than classes are float32, and missing targets are None. Raises UserError if a
-    class is not the model's.
+    An unknown class is -1. If the model has no classes, or a row has several targets, the targets are float32. If
+    ``targets`` is None, returns None and (). ``table`` names the file in errors. Raises UserError if a class is not the
+    model's.
     """
     if targets is None:
         return None, ()

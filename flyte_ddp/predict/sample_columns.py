@@ -36,8 +36,9 @@ def describe_batch(
 ) -> SampleColumns:
     """Return columns of n samples, from the model's inputs and outputs.
 
-    ``rows`` are columns of the samples as they were read. Up to COLUMNS (64) of ``rows`` are included by name. Errors
-    of user-defined ``answers`` are not caught.
+    ``rows`` are columns of the samples as they were read. Up to COLUMNS (64) of ``rows`` are included, with names such
+    as "row NAME". Errors of user-defined ``answers`` are not caught. Raises UserError if an answer has the name of an
+    input's column.
     """
     spec, leaves = model.spec, dict[str, Tensor]()
     if isinstance(spec, InputSpec):
@@ -81,10 +82,16 @@ def describe_pictures(images: Tensor, spec: InputSpec) -> dict[str, Any]:
 
 
 def describe_leaf(name: str, leaf: Tensor, columns: Sequence[str], *, varies: bool) -> dict[str, Any]:
-    """Return columns of a leaf [n, ...]. If the length ``varies``, or for long texts, the length is a column.
+    """Return columns of a leaf [n, ...] by name. If the length ``varies``, or for long texts, the length is a column.
 
     A text has the column of a single token, chosen by the sum of the text's tokens. The choice does not depend on the
     batch, so samples stay independent for the tests. A leaf of booleans whose length varies has no columns.
+
+    Args:
+        name: The beginning of the columns' names.
+        leaf: The leaf, on the CPU.
+        columns: The names of the leaf's columns. If empty, columns are numbered.
+        varies: Whether the length of samples differs between batches.
     """
     leaf = torch.view_as_real(leaf) if leaf.is_complex() else leaf
     leaf = leaf.double() if leaf.is_floating_point() else leaf  # NumPy has no bfloat16
@@ -108,6 +115,7 @@ def measure_lengths(leaf: Tensor) -> Tensor:
 
 
 def describe_classes(logits: Tensor, objective: Objective) -> dict[str, Any]:
+    """Return the predicted class, its confidence, and the entropy in nats, from ``logits`` [n, K]."""
     predicted, names = predict_classes(objective, logits).cpu(), np.array(objective.facts.classes)
     confidence, entropy = torch.empty(2, len(logits), dtype=torch.float64)
     start = 0
@@ -121,7 +129,7 @@ def describe_classes(logits: Tensor, objective: Objective) -> dict[str, Any]:
 def describe_texts(logits: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the mean confidence and entropy of each text's tokens, from ``logits`` [n, longest, k].
 
-    Places after the end of a text are skipped.
+    ``leaves`` are the leaves of the inputs. Places after the end of a text are skipped, if a leaf has the tokens.
     """
     tokens = [leaf for leaf in leaves.values() if leaf.shape == logits.shape[:2]] or [torch.ones(logits.shape[:2])]
     found = []
@@ -154,7 +162,10 @@ def join_columns(parts: Sequence[SampleColumns]) -> SampleColumns:
 
 
 def draw_samples(columns: SampleColumns, most: int, seed: int) -> SampleColumns:
-    """Return up to ``most`` of the samples, drawn by ``seed`` without replacement, in their order."""
+    """Return up to ``most`` of the samples, drawn by ``seed`` without replacement, in their order.
+
+    ``columns`` must have at least one column.
+    """
     samples = len(next(iter(columns.values())))
     chosen = np.sort(np.random.default_rng(seed).choice(samples, min(samples, most), replace=False))
     return {name: values[chosen] for name, values in columns.items()}
@@ -167,7 +178,10 @@ def draw_measured(columns: Mapping[str, Tensor], seed: int) -> SampleColumns:
 
 
 def write_reference(path: Path, columns: SampleColumns, measured: Mapping[str, Tensor]) -> None:
-    """Write columns of up to 5,000 samples, and up to 250,000 numbers of the objective's columns ``measured``."""
+    """Write columns of up to 5,000 samples, and up to 250,000 numbers of the objective's columns ``measured``.
+
+    The samples are drawn with a fixed seed. Replaces an existing file.
+    """
     drawn, kept = draw_samples(columns, REFERENCE_SAMPLES, 0), draw_measured(measured, 0)
     with replace_file(path) as file:  # names in an array, because a name may equal a parameter of NumPy's function
         np.savez_compressed(file, np.array([*drawn]), *drawn.values(), np.array([*kept]), *kept.values())
@@ -180,7 +194,10 @@ def read_reference(content: bytes) -> SampleColumns:
 
 
 def read_measured(content: bytes) -> dict[str, Tensor]:
-    """Return the objective's columns of held-out samples, or {} if the reference is older than these columns."""
+    """Return the objective's columns of held-out samples, or {} if the reference is older than these columns.
+
+    Raises UserError if the reference is damaged.
+    """
     arrays, before = open_reference(content)
     first = 1 + len(before)
     names = [str(name) for name in np.atleast_1d(arrays.get(f"arr_{first}", ()))]
@@ -191,7 +208,7 @@ def read_measured(content: bytes) -> dict[str, Tensor]:
 def open_reference(content: bytes) -> tuple[dict[str, NDArray[Any]], list[str]]:
     """Return all arrays of a reference, and the names of the columns of samples.
 
-    Raises UserError unless all columns exist and have the same length.
+    Raises UserError unless the file can be read, and the columns of samples exist and have the same length.
     """
     with explain_damage():
         arrays = read_arrays(content, REFERENCE_BYTES)
@@ -204,6 +221,7 @@ def open_reference(content: bytes) -> tuple[dict[str, NDArray[Any]], list[str]]:
 
 @contextmanager
 def explain_damage() -> Iterator[None]:
+    """Turn an error of a damaged reference in the block into a UserError."""
     try:
         yield
     except (ValueError, TypeError, LookupError) as error:

@@ -36,8 +36,9 @@ def compare_evaluations(mine: Evaluation, theirs: Evaluation, part: NDArray[np.i
 def compare_part(mine: Evaluation, theirs: Evaluation, part: NDArray[np.int64]) -> Pair:
     """Return the comparison of two models on the samples of a class or a slice.
 
-    Two classifiers that are judged by predictions are compared by correct predictions. Their scores may be
-    pseudo-values of a measure of the whole split, which do not describe a part. Other models are compared by scores.
+    ``part`` holds the positions of the samples. Two classifiers that are judged by predictions are compared by correct
+    predictions. Scores may be pseudo-values of a measure of the whole split, and do not describe a part. Other models
+    are compared by scores.
     """
     if mine.classifies and theirs.classifies and is_decision(mine.objective):
         return compare_scores(mine.correct[part], theirs.correct[part], "accuracy")
@@ -45,14 +46,18 @@ def compare_part(mine: Evaluation, theirs: Evaluation, part: NDArray[np.int64]) 
 
 
 def is_decision(objective: Objective) -> bool:
-    """Return whether the model is judged by its predictions, and not by a ranking without a threshold."""
+    """Return whether the model is judged by its predictions.
+
+    False for AUROC and average precision without a threshold.
+    """
     return objective.main_measure not in RANKINGS or objective.facts.threshold is not None
 
 
 def check_same_task(challenger: Mapping[str, Any], champion: Mapping[str, Any]) -> Check:
     """Return the Check that users of the champion can use the challenger without a change.
 
-    Compares two results of :func:`read_task`. Classes may be in another order if :func:`is_reordered` returns True.
+    Both arguments are results of :func:`read_task`. The order of the classes may differ if the objective's outputs can
+    be reordered, and neither task has a positive class. The reason names the first fact that changed.
     """
     same = {"classes", POSITIVE} if is_reordered(challenger, champion) else {POSITIVE}
     changed = next((name for name, value in challenger.items() if name not in same and champion[name] != value), "")
@@ -65,6 +70,7 @@ def check_same_task(challenger: Mapping[str, Any], champion: Mapping[str, Any]) 
 
 
 def check_finite_outputs(challenger: Evaluation) -> Check:
+    """Return the Check that no output is NaN or infinite. The reason names the first sample with such an output."""
     bad = np.flatnonzero(~challenger.finite)
     reason = f"sample {challenger.ids[bad[0]] if challenger.ids else bad[0]} gives NaN or infinity" if len(bad) else ""
     shown = f"{format_count(len(bad), 'sample')} with NaN or infinity"
@@ -72,6 +78,10 @@ def check_finite_outputs(challenger: Evaluation) -> Check:
 
 
 def check_score(challenger: Evaluation, policy: Policy) -> Check:
+    """Return the Check that the main measure is at least the policy's ``min_score``, or at most if less is better.
+
+    The Check always passes if ``min_score`` is 0.
+    """
     name, score, limit = challenger.objective.main_measure, challenger.score, policy.min_score
     higher = is_higher_better(challenger.objective)
     shown, needed = (format_measure(name, value) for value in (score, limit))
@@ -82,11 +92,16 @@ def check_score(challenger: Evaluation, policy: Policy) -> Check:
 
 
 def compare_with_constant(found: Evaluation) -> tuple[Pair, str, float | None] | None:
-    """Compare a model with the best constant answer on the same samples.
+    """Compare a model with the best constant answer on the same samples. ``found`` is the model's evaluation.
+
+    Differences are positive if the model is better.
 
     Returns:
         The comparison, a text with both scores, and the constant answer's main measure. The measure is None if only the
         constant answer's loss is known. Returns None if no constant answer is known.
+
+    Raises:
+        UserError: The scores of the samples cannot be computed.
     """
     objective, columns, constant = found.objective, found.columns, evaluate_constant(found)
     if constant is not None:
@@ -106,7 +121,7 @@ def compare_with_constant(found: Evaluation) -> tuple[Pair, str, float | None] |
 def check_above_constant(challenger: Evaluation, alpha: float) -> Check:
     """Return the Check that the challenger is better than the best constant answer.
 
-    The Check passes if no constant answer is known.
+    The Check passes if the p-value of the difference is at most ``alpha``, or if no constant answer is known.
     """
     name = ABOVE_CONSTANT
     if (compared := compare_with_constant(challenger)) is None:
@@ -119,8 +134,9 @@ def check_above_constant(challenger: Evaluation, alpha: float) -> Check:
 def check_champion_above_constant(champion: Evaluation, *, was_above: bool) -> Check | None:
     """Return the Check that the champion is not worse than the best constant answer.
 
-    Returns None if no constant answer is known. Without ``was_above`` the Check passes: the champion was no better at
-    the release, and a person may have promoted it on purpose.
+    The Check fails if the p-value for a worse champion is below DISTINCT (0.001), and the champion was better at its
+    release (``was_above``). A person may have promoted a champion that was no better on purpose. Returns None if no
+    constant answer is known.
     """
     if (compared := compare_with_constant(champion)) is None:
         return None
@@ -135,7 +151,12 @@ def check_champion_above_constant(champion: Evaluation, *, was_above: bool) -> C
 def check_repeated_answers(then: Floats, now: Floats, *, classifies: bool) -> Check:
     """Return the Check that the champion's answers on samples of its release have not changed beyond chance.
 
-    ``then`` and ``now`` [n] are results of ``list_answers`` for the same samples, at the release and today.
+    The Check fails if a two-sided p-value is below DISTINCT (0.001). The Check passes without samples.
+
+    Args:
+        then: The quality of the champion's answers at the release [n], a result of ``list_answers``.
+        now: The quality of the champion's answers today, for the same samples.
+        classifies: Whether the qualities are 1 for a right and 0 for a wrong class. Otherwise, minus the loss.
     """
     name, rule = "champion's answers on samples of its release", f"no change with p below {DISTINCT:g}"
     if not len(then):
@@ -154,7 +175,10 @@ def check_repeated_answers(then: Floats, now: Floats, *, classifies: bool) -> Ch
 
 
 def check_superior(pair: Pair, alpha: float) -> Check:
-    """Return the Check that the challenger beats the champion, by McNemar's exact test or a sign-flip test."""
+    """Return the Check that the challenger beats the champion with a p-value of at most ``alpha``.
+
+    The test is McNemar's exact test for scores of 0 and 1, and otherwise a sign-flip test.
+    """
     p = pair.p_value()
     reason = f"{pair.describe()} (p {format_p_value(p)}, must be at most {alpha:.3g})"
     return check_p_value("superior", p, alpha, reason)
@@ -165,9 +189,14 @@ def check_p_value(name: str, p: float, alpha: float, reason: str) -> Check:
 
 
 def check_not_worse(name: str, pair: Pair, margin: float, alpha: float) -> Check:
-    """Return the Check that the challenger loses less than ``margin`` to the model ``name``.
+    """Return the Check that the challenger loses less than ``margin`` to another model.
 
-    The test is a lower confidence bound of the difference.
+    The test is a lower confidence bound of the difference, of confidence 1 - ``alpha``.
+
+    Args:
+        name: The other model in words, such as "champion".
+        pair: The comparison with the other model.
+        margin: The largest accepted loss. 0.01 is a point of accuracy, or 1 % where less is better.
     """
     bound = pair.lower_bound(alpha)
     least, needed = pair.format_difference(bound), pair.format_difference(-margin)
@@ -177,9 +206,10 @@ def check_not_worse(name: str, pair: Pair, margin: float, alpha: float) -> Check
 
 
 def compare_labels(classes: Sequence[str], challenger: Evaluation, champion: Evaluation) -> dict[str, Pair]:
-    """Return the comparison of each label's scores, by the label's name.
+    """Return the comparison of each label's scores, by the label's name. Labels of a segmentation are its classes.
 
-    Skips labels whose measure is undefined. Returns {} if the objective has no scores of labels.
+    ``classes`` are the names of the labels. Skips labels whose measure is undefined for either model. Returns {} unless
+    the objective is multilabel or segmentation, with a main measure that has scores for each label.
     """
     objective = challenger.objective
     if not isinstance(objective, (Multilabel, Segmentation)) or not has_formula(objective):
@@ -196,8 +226,9 @@ def compare_labels(classes: Sequence[str], challenger: Evaluation, champion: Eva
 def check_losses(kind: str, pairs: Mapping[str, Pair], policy: Policy) -> tuple[Check, list[Check]]:
     """Return the Check that the challenger loses no part of this ``kind`` to the champion, and each part's Check.
 
-    A part is a class, a label or a slice. A part fails if the loss is more than the policy's ``class_loss``, and the
-    p-value after Holm's correction is at most ``alpha``. Parts of fewer than LEAST_SAMPLES (30) samples pass.
+    A part is a class, a label or a slice, and ``kind`` is this word. ``pairs`` are the comparisons by the part's name.
+    A part fails if the loss is more than the policy's ``class_loss``, and the p-value after Holm's correction is at
+    most ``alpha``. Parts of fewer than LEAST_SAMPLES (30) samples pass.
     """
     tested = {name: pair for name, pair in pairs.items() if pair.samples >= LEAST_SAMPLES}
     corrected = correct_p_values([pair.p_value_of_loss() for pair in tested.values()])
@@ -221,7 +252,11 @@ def check_losses(kind: str, pairs: Mapping[str, Pair], policy: Policy) -> tuple[
 
 
 def check_likelihood(challenger: Evaluation, champion: Evaluation, policy: Policy) -> Check:
-    """Return the Check that the mean negative log-likelihood rises by at most ``nll_rise``, or only by chance."""
+    """Return the Check that the mean negative log-likelihood does not rise too much. Both models must be classifiers.
+
+    The Check passes if the rise is at most the policy's ``nll_rise``. The Check also passes if the lower 1 - ``alpha``
+    confidence bound of the rise is not above 0.
+    """
     ours, theirs = (model.columns["nll"].numpy() for model in (challenger, champion))
     rise, bound = float((ours - theirs).mean()), lower_bound_of_mean(ours - theirs, policy.alpha)
     passed, name = bound <= 0 or rise <= policy.nll_rise, "negative log-likelihood"
@@ -231,6 +266,10 @@ def check_likelihood(challenger: Evaluation, champion: Evaluation, policy: Polic
 
 
 def check_export(found: Comparison | str, *, required: bool) -> Check:
+    """Return the Check that the ONNX gives torch's outputs. Unless an ONNX is ``required``, the Check always passes.
+
+    ``found`` is the comparison with torch, or a text why there is no ONNX.
+    """
     rule = "as torch" if required else ""
     if isinstance(found, str):
         return Check("export", not required, shown="none", rule=rule, reason=f"not exported: {found}")

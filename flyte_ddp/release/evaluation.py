@@ -53,9 +53,10 @@ class Evaluation:
 
     @classmethod
     def from_batches(cls, objective: Objective, batches: Iterable[tuple[Any, Leaves, int]]) -> Self:
-        """Evaluate batches of (outputs, targets, number of samples).
+        """Evaluate batches of (outputs, targets, number of samples), with at least one sample in all.
 
-        Raises UserError if the main measure is undefined.
+        The ids of the samples are empty. If an output is not finite, only classification is measured. Raises UserError
+        if the main measure is undefined.
         """
         # The values of each column by name and shape, as small byte strings. Tensors or growing buffers would lie in
         # memory between the large tensors of the batches, and the allocator could not use that memory again.
@@ -77,7 +78,12 @@ class Evaluation:
 
     @classmethod
     def from_columns(cls, objective: Objective, columns: dict[str, Tensor], finite: NDArray[np.bool_]) -> Self:
-        """Measure the columns of all samples. Raises UserError if the main measure is undefined."""
+        """Return the evaluation of the columns of all samples, with measures.
+
+        ``columns`` are the objective's columns by name, and ``finite`` [N] is whether all outputs of a sample are
+        finite. If an output is not finite, only classification is measured. Raises UserError if the main measure is
+        undefined.
+        """
         found = cls(objective, columns, finite, {}, places=np.arange(len(finite)))
         if finite.all() or isinstance(objective, Classification):
             found.measures = measure_columns(objective, columns)
@@ -89,7 +95,10 @@ class Evaluation:
         return found
 
     def select(self, chosen: NDArray[np.bool_]) -> Self:
-        """Return the evaluation of the ``chosen`` samples, [N]. Raises UserError if their main measure is undefined."""
+        """Return the evaluation of the ``chosen`` samples, booleans [N], without the described columns.
+
+        Raises UserError if the main measure of these samples is undefined.
+        """
         columns = {name: column[torch.from_numpy(chosen)] for name, column in self.columns.items()}
         found = self.from_columns(self.objective, columns, self.finite[chosen])
         found.ids, found.undecoded, found.places = [*compress(self.ids, chosen)], self.undecoded, self.places[chosen]
@@ -101,7 +110,7 @@ class Evaluation:
 
     @property
     def score(self) -> float:
-        """The main measure, or 0 if an output is not finite and nothing was measured."""
+        """The main measure, or 0 if ``measures`` is empty because an output is not finite."""
         return self.measures.get(self.objective.main_measure, 0.0)
 
     @cached_property
@@ -121,14 +130,17 @@ class Evaluation:
 def evaluate_split(model: SavedModel, data: PreparedSet, *, describe: bool = False) -> Evaluation:
     """Run the model on the test split, and return the evaluation of the decodable samples.
 
-    With ``describe`` the evaluation also has the samples' columns, or the error that ended the description.
+    With ``describe`` the evaluation also has the columns of inputs and outputs by which monitoring compares samples. If
+    these columns cannot be computed, the evaluation has the error instead.
 
     Raises:
-        UserError: The split does not fit the model, no sample can be decoded, or the main measure is undefined.
+        UserError: The split does not fit the model, no sample can be decoded, or the main measure is undefined. Other
+            exceptions of user-defined code pass through.
     """
     ids, undecoded, described, failures = list[str](), list[str](), list[SampleColumns](), list[Exception]()
 
     def compute_outputs_and_targets() -> Iterator[tuple[Any, Leaves, int]]:
+        """Yield outputs, targets and number of each batch's decodable samples, and fill the lists above."""
         for batch in read_test_split(model, data):
             targets = find_targets(model, batch, batch.decoded)
             ids.extend(compress(batch.ids, batch.decoded))
@@ -158,7 +170,10 @@ def evaluate_split(model: SavedModel, data: PreparedSet, *, describe: bool = Fal
 
 
 def compute_part(objective: Objective, outputs: Any, targets: Leaves, samples: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the columns of a batch's samples, and whether all outputs of each sample are finite."""
+    """Return the columns of a batch's samples, and whether all outputs of each sample are finite (bool [samples]).
+
+    Classification also has the columns "confidence" and "nll". ``samples`` is the number of samples in the batch.
+    """
     columns = compute_columns(objective, outputs, targets, samples)
     if isinstance(objective, Classification) and isinstance(outputs, Tensor):
         logs = torch.log_softmax(outputs, dim=1, dtype=torch.float64)
@@ -174,7 +189,11 @@ def compute_part(objective: Objective, outputs: Any, targets: Leaves, samples: i
 
 
 def require_same_columns(described: Sequence[SampleColumns], samples: int) -> None:
-    """Raise UserError unless the last batch's columns have the first batch's names, and a value per sample."""
+    """Raise UserError unless the last batch has the first batch's columns, with a value for each sample.
+
+    ``described`` has the columns of each batch so far. ``samples`` is the number of decodable samples in the last
+    batch.
+    """
     if described[-1].keys() != described[0].keys() or {*map(len, described[-1].values())} != {samples}:
         raise UserError(
             "the objective's answers: must have the same columns in each batch, and a value for each sample"
@@ -182,9 +201,10 @@ def require_same_columns(described: Sequence[SampleColumns], samples: int) -> No
 
 
 def find_targets(model: SavedModel, batch: Batch, chosen: Sequence[bool]) -> Leaves:
-    """Return the targets of a batch's ``chosen`` samples in the objective's form.
+    """Return the targets of a batch's ``chosen`` samples, as the objective expects them.
 
-    Raises UserError for targets that do not fit the model.
+    Names of classes become the model's class numbers. ``chosen`` has a boolean for each sample. Raises UserError for a
+    class that the model does not know, or for targets that do not fit the objective.
     """
     if batch.truths is not None:
         places = {name: place for place, name in enumerate(model.classes)}
@@ -202,7 +222,12 @@ def find_targets(model: SavedModel, batch: Batch, chosen: Sequence[bool]) -> Lea
 
 
 def evaluate_constant(found: Evaluation) -> Evaluation | None:
-    """Return the evaluation of the constant answer with the best main measure, or None if no answer is known."""
+    """Return the evaluation of the constant answer with the best main measure, or None if no answer is known.
+
+    ``found`` is a model's evaluation, which gives objective and truths. Tried answers are the shares of classes and the
+    ten most frequent classes, or for multilabel the shares of labels and all labels. An answer is known for
+    classification and multilabel alone, unless user-defined columns need other outputs.
+    """
     objective, truth = with_threshold(found.objective, None), found.columns.get("truth")
     if truth is None or not isinstance(objective, (Classification, Multilabel)):
         return None

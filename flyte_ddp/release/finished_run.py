@@ -25,10 +25,11 @@ class FinishedRun:
 
     @classmethod
     def read(cls, address: str) -> Self:
-        """Read the sidecar of a finished run.
+        """Read the sidecar of a finished run, with retries.
 
         Raises:
-            UserError: The folder has no sidecar that this release accepts, or this pod cannot reach the folder.
+            UserError: The folder has no sidecar, the sidecar cannot be read, is damaged, or has rejected
+                hyperparameters. In a pod, also for an address that is not remote.
         """
         if is_in_pod() and "://" not in address:
             fix = "copy the folder to object storage, and give its address, such as s3://bucket/runs/NAME"
@@ -45,7 +46,7 @@ class FinishedRun:
         raise UserError(f"run={address!r}: {problem}; give the folder of another run, or train again")
 
     def check_weights(self) -> None:
-        """Raise UserError if model.pt is missing, or the SHA-256 is not the sidecar's. Reads the whole file."""
+        """Raise UserError if model.pt cannot be read, or the SHA-256 is not the sidecar's. Reads the whole file."""
         digest = read_run_file(self.address, WEIGHTS, storage.hash_file)
         if digest != self.weights:
             raise UserError(
@@ -63,7 +64,10 @@ class FinishedRun:
                 )
 
     def check_data(self, description: Path) -> None:
-        """Raise UserError unless ``description``, a prepared set's dataset.json, has the digest of the run's data."""
+        """Raise UserError unless today's data have the digest of the run's data.
+
+        ``description`` is the path of a prepared data set's dataset.json.
+        """
         today = str(json.loads(description.read_bytes())["digest"])
         if today != self.data:
             named = f"dataset={self.hp.dataset!r}"
@@ -75,14 +79,20 @@ class FinishedRun:
             )
 
     def download(self, folder: Path) -> None:
-        """Download model.pt and model.json into a folder."""
+        """Download model.pt and model.json into a folder, replacing existing files.
+
+        Raises UserError if a file is missing or cannot be read.
+        """
         for name in (WEIGHTS, SIDECAR):
             with replace_file(folder / name, durable=False) as file:
                 read_run_file(self.address, name, partial(storage.download_file, file=file))
 
 
 def read_run_file(run: str, name: str, read: Any) -> Any:
-    """Return ``read(address)`` for a file of a run, with retries. Raises UserError if the file cannot be read."""
+    """Return ``read(address)`` for the file ``name`` of a run, with retries.
+
+    Raises UserError if the file is missing or cannot be read. ``run`` is the address of the run's folder.
+    """
     try:
         return storage.retry(storage.join(run, name), read)
     except storage.MissingError:

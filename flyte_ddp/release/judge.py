@@ -75,7 +75,10 @@ class Judgement:
         return identify_tested(self.split, self.whole)
 
     def identify_samples(self) -> JudgedSamples:
-        """Return the samples of the challenger's training and of this judgement, with the challenger's answers."""
+        """Return identifying numbers of training and test samples, with the challenger's answers on the test samples.
+
+        Call this after the challenger was evaluated.
+        """
         assert self.whole is not None
         return JudgedSamples(identify_samples(self.split, "train"), self.tested, list_answers(self.whole))
 
@@ -83,9 +86,10 @@ class Judgement:
         Progress(self.model.settings.progress).print_note(f"judging: {text}")
 
     def claim_alpha(self) -> float:
-        """Return this judgement's significance level, a share of the policy's alpha.
+        """Return this judgement's significance level, a share of the policy's alpha, and add the level to the verdict.
 
-        If the judgement may promote, the registry counts the judgement as a look at the test split.
+        If the judgement may promote, the registry counts the judgement as a look at the test split. Then the number of
+        the look is also added to the verdict. Otherwise the level is the first look's.
         """
         verdict, policy = self.verdict, self.policy
         if self.may_promote:
@@ -97,10 +101,11 @@ class Judgement:
         return verdict.alpha
 
     def export(self, folder: Path) -> None:
-        """Export the challenger into a folder, and add the Check of the ONNX to the verdict.
+        """Export the challenger into an existing folder, and add the Check of the ONNX to the verdict.
 
         Does nothing if the policy turns exports off, or if the challenger was not evaluated or has outputs that are not
-        finite.
+        finite. A failed export gives a Check, but raises UnreachableError if the storage of the test split does not
+        answer.
         """
         if self.challenger is None or not self.challenger.finite.all() or self.policy.export == OFF:
             return
@@ -126,23 +131,23 @@ def judge_challenger(
 ) -> Judgement:
     """Compare a model with the champion, and return the judgement. Without a champion, judges the model alone.
 
-    If a check fails, including the check of the ONNX, the champion is kept. Runs the code that sidecars name. Prints
-    notes to stderr.
+    Promotes and stores nothing. If a check fails, including the check of the ONNX, the champion is kept. Runs the code
+    that sidecars name. Prints notes, and tracebacks of errors in the comparison, to stderr.
 
     Args:
         weights: The challenger's ``model.pt``.
         sidecar: The challenger's ``model.json``.
         data: The folder of a prepared data set.
-        registry: The registry of the model.
         policy: The conditions for a promotion.
         settings: Settings for loading data, by default ``Settings()``.
-        may_promote: Whether the registry counts the look at the test split. An error of the comparison, except
-            NOT_THE_MODELS, then gives the decision NO_COMPARISON, and the model can be stored.
-        exports: The folder for an ONNX, or None for no export.
+        may_promote: Whether the verdict may lead to a promotion. If True, the registry counts the look at the test
+            split, and an error of the comparison gives the decision NO_COMPARISON. If False, errors are raised.
+        exports: The existing folder for an ONNX, or None for no export.
         changes: Notes on the data for the verdict.
 
     Raises:
         UserError: The challenger, the data or the registry cannot be opened.
+        UnreachableError, MemoryError, OutOfMemoryError: The comparison failed, and another try may succeed.
     """
     before, split = registry.read_champion(), open_prepared(data)
     model = SavedModel(weights, sidecar, settings or Settings())
@@ -174,7 +179,11 @@ def judge_challenger(
 
 
 def decide_promotion(judgement: Judgement) -> Decision:
-    """Evaluate the models as far as needed, add Checks and scores to the verdict, and return the decision."""
+    """Evaluate the models as far as needed, add Checks and scores to the verdict, and return the decision.
+
+    The decision ignores Checks, which may still turn PROMOTED into KEPT. Sets the evaluations of the judgement, and the
+    best version of the verdict. May count a look at the test split.
+    """
     registry, policy, before, model = judgement.registry, judgement.policy, judgement.before, judgement.model
     verdict, unchanged = judgement.verdict, (KEPT, "this model has the champion's weights")
     is_champion = verdict.champion == model.digest
@@ -216,6 +225,7 @@ def decide_promotion(judgement: Judgement) -> Decision:
 
 
 def note_scores(verdict: Verdict, ours: Evaluation) -> None:
+    """Write number of samples, the challenger's score and the constant answer's score into the verdict."""
     verdict.samples, verdict.challenger_score = ours.samples, ours.score
     compared = checks.compare_with_constant(ours) if ours.finite.all() else None
     verdict.constant_score = compared[2] if compared else None
@@ -224,7 +234,16 @@ def note_scores(verdict: Verdict, ours: Evaluation) -> None:
 def compare_with_champion(judgement: Judgement, ours: Evaluation, before: Entry) -> Decision:
     """Compare the challenger with the champion, add the Checks to the verdict, and return the decision.
 
-    Under NOT_WORSE the challenger is also compared with the best version.
+    Under NOT_WORSE the challenger is also compared with the best version. Test samples that the champion was trained on
+    may be removed. Counts a look at the test split, and sets the best version of the verdict.
+
+    Args:
+        judgement: The judgement, whose evaluations are replaced if samples are removed.
+        ours: The challenger's evaluation.
+        before: The log's entry of the champion.
+
+    Raises:
+        UserError: A stored version cannot be evaluated or has other targets, or too few samples are left.
     """
     policy, model, verdict = judgement.policy, judgement.model, judgement.verdict
     champion, theirs = evaluate_stored(judgement, before.version, before.manifest)
@@ -270,7 +289,11 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, before: Entry)
 
 
 def read_judged(registry: Registry, name: str, manifest: str = "") -> JudgedSamples | None:
-    """Return the samples that a version was trained and judged on, or None if the version does not store samples."""
+    """Return the samples that a version was trained and judged on, or None if the version does not store samples.
+
+    ``name`` is the version's name. ``manifest`` selects a revision by the SHA-256 of its manifest, by default the
+    newest. Raises UserError if the version is missing or was altered.
+    """
     version = registry.read_version(name, manifest)
     kept = SAMPLES in version.files
     return JudgedSamples.read(registry.read_version_file(version, SAMPLES)) if kept else None
@@ -281,8 +304,14 @@ def question_champion(
 ) -> str:
     """Return why the champion's answers today cannot be the released model's, or "" if nothing is wrong.
 
-    Adds the Checks, and the champion's score at the release, to the verdict. If the judgement may not promote, the
-    Checks always pass.
+    Adds the Checks, and the champion's scores today and at the release, to the verdict. If the judgement may not
+    promote, the Checks always pass.
+
+    Args:
+        judgement: The judgement, with the challenger.
+        theirs: The champion's evaluation today.
+        before: The log's entry of the champion.
+        judged: The samples and answers of the champion's release, or None if unknown.
     """
     registry, verdict = judgement.registry, judgement.verdict
     version = registry.read_version(before.version, before.manifest)
@@ -314,10 +343,18 @@ def remove_seen_samples(
 ) -> tuple[Evaluation, Mapping[str, Evaluation]]:
     """Return the evaluations without the test samples that another model was trained on.
 
-    ``judged`` are the samples of the other models. Adds a Check with the share of such samples to the verdict. If the
-    policy's ``seen_samples`` is ``compare``, or the judgement may not promote, all samples are kept.
+    If the other models were trained on test samples, adds a Check with the share to the verdict. If samples are
+    removed, also updates the scores of the verdict and the evaluations of the judgement. If the policy's
+    ``seen_samples`` is ``compare``, or the judgement may not promote, all samples are kept.
 
-    Raises UserError if fewer than LEAST_SAMPLES (30) samples are left.
+    Args:
+        judgement: The judgement, with verdict and policy.
+        ours: The challenger's evaluation.
+        others: The evaluations of the champion and perhaps of the best version, by name.
+        judged: The samples that the other models were trained and judged on. Numbers on both sides are ignored.
+
+    Raises:
+        UserError: Fewer than LEAST_SAMPLES (30) samples are left.
     """
     verdict, tested, seen = judgement.verdict, judgement.tested, np.zeros(ours.samples, dtype=np.bool_)
     for each in judged if len(tested) else ():
@@ -351,7 +388,8 @@ def add_vetoes(
 ) -> None:
     """Add the Checks of classes, slices, labels and likelihoods to the verdict, and of each part to the judgement.
 
-    ``slices`` are the positions of each slice's samples.
+    ``ours`` and ``theirs`` are the evaluations of challenger and champion. ``slices`` are the positions of each slice's
+    samples in both evaluations.
     """
     model, policy = judgement.model, judgement.policy
     kinds = {"slice": slices}
@@ -378,11 +416,13 @@ def add_vetoes(
 def evaluate_stored(judgement: Judgement, version: str, manifest: str = "") -> tuple[SavedModel, Evaluation | None]:
     """Download a version, run the version's code, and return model and evaluation by the challenger's objective.
 
-    The version keeps its threshold. If the version's task differs from the challenger's, the evaluation is None.
+    The version keeps its threshold. Its outputs are reordered if the classes have another order. If the version's task
+    differs from the challenger's, the evaluation is None. ``manifest`` selects a revision by the SHA-256 of its
+    manifest, by default the newest.
 
     Raises:
-        UserError: The version cannot be evaluated, or an output is not finite. Errors in NOT_THE_MODELS are not
-            converted.
+        UserError: The version cannot be evaluated, or an output is not finite.
+        UnreachableError, MemoryError, OutOfMemoryError: Another try may succeed.
     """
     challenger = judgement.model
     try:

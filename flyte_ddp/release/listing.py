@@ -33,14 +33,20 @@ LOG_COLUMNS = ("entry", "action", "time (UTC)", "champion", "score", "by whom an
 
 
 def describe_models(address: str) -> list[str]:
-    """Return a table of all models with their champions. Raises UserError if the registry has no models."""
+    """Return a table of all models with their champions, as lines. A model that cannot be read has an error in its row.
+
+    Raises UserError if the registry has no models, or the models cannot be listed.
+    """
     with ThreadPoolExecutor(READERS) as pool:
         rows = [*pool.map(partial(describe_model, address), list_models(address))]
     return [f"registry {address}", "", *format_table(("model", "champion", "score", "since (UTC)", "versions"), rows)]
 
 
 def describe_model(address: str, name: str) -> tuple[str, ...]:
-    """Return a model's row of the table. If the model cannot be read, the row shows the error."""
+    """Return a model's row of the table: name, champion, score, time of the promotion, and number of versions.
+
+    If the model cannot be read, the last cell is the error.
+    """
     registry = Registry(address, name)
     try:
         versions, entry = len(registry.list_versions()), registry.read_champion()
@@ -53,7 +59,11 @@ def describe_model(address: str, name: str) -> tuple[str, ...]:
 
 
 def describe_version(registry: Registry, version: str = "") -> list[str]:
-    """Return verdict, checks, scores, hyperparameters and files of a version as lines. The default is the champion."""
+    """Return verdict, checks, scores, hyperparameters and files of a version as lines.
+
+    ``version`` is a version's name, or at least the first 12 digits. The default is the champion. Raises UserError if
+    the version does not exist, or a file of the registry is missing or was altered.
+    """
     name = registry.complete_version(version) if version else find_champion(registry).version
     history = registry.read_log()
     entries = [entry for entry in history if entry.version == name]
@@ -80,7 +90,10 @@ def describe_version(registry: Registry, version: str = "") -> list[str]:
 
 
 def describe_history(registry: Registry) -> list[str]:
-    """Return a model's log as lines, oldest entry first, and then all versions in the order of their judgements."""
+    """Return a model's log as lines, oldest entry first, and then all versions in the order of their judgements.
+
+    Raises UserError if the model has no versions, or the log is damaged.
+    """
     names, history = registry.list_versions(), registry.read_log()
     with ThreadPoolExecutor(READERS) as pool:
         log = [*pool.map(partial(describe_log_entry, registry, history), history)]
@@ -95,7 +108,10 @@ def describe_history(registry: Registry) -> list[str]:
 
 
 def describe_log_entry(registry: Registry, history: list[Entry], entry: Entry) -> tuple[str, ...]:
-    """Return the row of an entry, without a score if the version's verdict cannot be read."""
+    """Return the row of an entry, without a score if the version's verdict cannot be read.
+
+    ``history`` is the whole log.
+    """
     verdict = None
     with suppress(UserError):
         verdict = read_verdict(registry, registry.read_version(entry.version, entry.manifest))
@@ -104,9 +120,9 @@ def describe_log_entry(registry: Registry, history: list[Entry], entry: Entry) -
 
 
 def describe_stored_version(registry: Registry, history: list[Entry], name: str) -> tuple[str, tuple[str, ...]]:
-    """Return the time of a version's judgement, and the version's row.
+    """Return the time of a version's judgement, and the version's row. ``history`` is the whole log.
 
-    If a file cannot be read, the row shows the error.
+    If the version has no verdict, the time is "-". If a file cannot be read, the row also shows the error.
     """
     try:
         verdict = read_verdict(registry, registry.read_version(name))
@@ -118,7 +134,12 @@ def describe_stored_version(registry: Registry, history: list[Entry], name: str)
 
 
 def describe_state(name: str, history: list[Entry], verdict: Verdict | None) -> str:
-    """Return a version's state as text: champion, former champion, rolled back or not promoted, with the reason."""
+    """Return a version's state as text, such as "champion" or "former champion (entry 3)".
+
+    The text is "rolled back", with author and reason, after a rollback. For a version that was never a champion, the
+    text is "kept back", "no comparison" or "not promoted" with the verdict's outcome. Without a verdict the text is
+    "never promoted".
+    """
     _, taken_back = replay_promotions(history)
     if history and history[-1].version == name:
         return "champion"
@@ -137,13 +158,16 @@ def describe_entry(entry: Entry, history: list[Entry]) -> str:
 
 
 def describe_reason(entry: Entry, history: list[Entry]) -> str:
-    """Return author and reason of an entry as text. For a rollback, the text also names the version rolled back."""
+    """Return author and reason of an entry as text. For a rollback, the text also names the version rolled back.
+
+    ``history`` is the whole log.
+    """
     undone = f" rolls back {history[entry.number - 2].version[:DIGITS]}" if entry.action == ROLLBACK else ""
     return f"{entry.by}{undone}: {entry.reason}"
 
 
 def describe_verdict(verdict: Verdict | None) -> Iterable[tuple[str, str]]:
-    """Yield the facts of a verdict as pairs of name and text."""
+    """Yield the facts of a verdict as pairs of name and text, or nothing if the verdict is None."""
     if verdict is None:
         return
     yield "verdict", verdict.describe()
@@ -158,13 +182,17 @@ def describe_verdict(verdict: Verdict | None) -> Iterable[tuple[str, str]]:
 
 
 def describe_check(check: Check) -> tuple[str, str, str]:
+    """Return the row of a Check: name, "passes", "fails" or "" without a rule, and value with rule and reason."""
     result = ("passes" if check.passed else "fails") if check.rule or not check.passed else ""
     limit = f" (must be: {check.rule})" if check.rule else ""
     return check.name, result, f"{check.shown}{limit}{'' if check.passed else f': {check.reason}'}"
 
 
 def read_verdict(registry: Registry, version: Version) -> Verdict | None:
-    """Return the verdict that is stored with a version, or None. Raises UserError if the file is damaged."""
+    """Return the verdict that is stored with a version, or None if the version stores no verdict.
+
+    Raises UserError if the file is missing, damaged or was altered.
+    """
     if VERDICT not in version.files:
         return None
     content = registry.read_version_file(version, VERDICT)
@@ -175,6 +203,7 @@ def read_verdict(registry: Registry, version: Version) -> Verdict | None:
 
 
 def format_score(verdict: Verdict | None) -> str:
+    """Return name and value of the challenger's main measure as text, or "-" if nothing was evaluated."""
     if verdict is None or not verdict.samples:
         return NONE
     return f"{name_measure(verdict.measure)} {format_measure(verdict.measure, verdict.challenger_score)}"
@@ -186,9 +215,10 @@ def format_time(time: str) -> str:
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterable[str]:
-    """Yield aligned lines of up to WIDTH (100) characters.
+    """Yield the lines of a table with aligned columns, of up to WIDTH (100) characters.
 
-    Wraps the last column, at NARROWEST (30) characters or more.
+    Wraps the last column, at NARROWEST (30) characters or more. An empty ``header`` is omitted. Long words are not
+    broken, and may be longer than the line.
     """
     table = [row for row in (header, *rows) if row]
     widths = [max(map(len, column)) for column in zip(*(row[:-1] for row in table), strict=True)]

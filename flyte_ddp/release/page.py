@@ -29,7 +29,7 @@ PICTURED = 12  # samples of each kind
 def write_page(judgement: Judgement, name: str, path: Path) -> Path:
     """Write a judgement's HTML page, replacing an existing file, and return the path.
 
-    Reads pictures from the test split, perhaps over the network.
+    ``name`` is the model's name. Reads pictures from the test split, perhaps over the network.
     """
     evaluations, verdict = {"Challenger": judgement.challenger, "Champion": judgement.champion}, judgement.verdict
     models = {title: model for title, model in evaluations.items() if model is not None}
@@ -58,7 +58,10 @@ def write_page(judgement: Judgement, name: str, path: Path) -> Path:
 
 
 def describe_decisions(model: Evaluation) -> Iterator[str]:
-    """Yield sentences about a classifier's threshold, and about predictions that all name the same class."""
+    """Yield sentences about a classifier's threshold, and about predictions that all name the same class.
+
+    Yields nothing if the model is not a classifier.
+    """
     if not model.classifies:
         return
     assert isinstance(model.objective, Classification)
@@ -72,7 +75,8 @@ def describe_decisions(model: Evaluation) -> Iterator[str]:
 def draw_deciding_curves(models: Mapping[str, Evaluation], labels: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield name and SVG of each label's ROC or precision-recall chart, with a curve for each model.
 
-    Yields nothing unless the main measure is AUROC or average precision.
+    ``models`` are evaluations by title, and ``labels`` the names of the labels. A model with outputs that are not
+    finite has no curve. Yields nothing unless the main measure is AUROC or average precision.
     """
     measure = next((model.objective.main_measure for model in models.values()), "")
     place = {"auroc": 0, "average_precision": 1}.get(measure)  # in a label's pair of curves
@@ -98,7 +102,8 @@ def describe_reason(reason: str) -> str:
 def picture_differences(judgement: Judgement) -> dict[tuple[str, str], list[Picture]]:
     """Return the first PICTURED (12) samples that only one of the two models predicts correctly.
 
-    Keys are the names of the correct model and of the wrong model. Returns {} unless both models classify.
+    Keys are ("challenger", "champion") if the challenger is right, and the reverse if the champion is right. A key
+    without samples is missing. Returns {} unless both models classify. Reads the test split, perhaps over the network.
     """
     mine, theirs, names = judgement.challenger, judgement.champion, judgement.model.classes
     found = dict[tuple[str, str], list[Picture]]()
@@ -126,7 +131,8 @@ def read_test_samples(
 ) -> dict[int, tuple[NDArray[np.uint8] | None, dict[str, str]]]:
     """Return the images and named inputs of the test samples at the ``wanted`` places.
 
-    Places count decodable samples only. Images are uint8 [H, W, C], or None if the samples are not images.
+    Places count the decodable samples of the whole test split. Images are uint8 [H, W, C], and have no named inputs.
+    Other samples have None as image, and texts of inputs by column. Reads the split up to the last place.
     """
     model, found, start = judgement.model, dict[int, tuple[NDArray[np.uint8] | None, dict[str, str]]](), 0
     columns = model.sidecar.get(PREPROCESSING, {}).get("columns", {})

@@ -16,8 +16,12 @@ from flyte_ddp.validation.profile import DataProfile
 def check_policy(policy: Policy, hp: Hyperparameters, profile: DataProfile, test_ids: Sequence[str] = ()) -> None:
     """Raise UserError if the policy cannot judge a model with these hyperparameters and data.
 
-    Without ``test_ids`` the numbers of the test samples are the ids. Ids of encoded images and measures of a
-    user-defined objective function are not known before training, and are not checked.
+    Reads the file of slices, and imports a user-defined objective. Ids of encoded images and measures of a user-defined
+    objective function are not known before training, and are not checked.
+
+    Args:
+        policy: The policy, of which slices and the number of samples are checked.
+        test_ids: The ids of the test samples. If empty, the numbers of the samples are the ids.
     """
     samples = profile.test.samples
     if policy.slices and encoded_kind(hp.dataset):

@@ -35,10 +35,14 @@ PROFILE, REFERENCE, VERDICT = "data_profile.json", "reference.npz", "verdict.jso
 def store_version(
     registry: Registry, weights: Path, sidecar: Path, verdict: Verdict, beside: Mapping[str, Path | bytes]
 ) -> Version:
-    """Upload a judged model with its verdict, and return the version without promoting the version.
+    """Upload a judged model with its verdict, and return the stored version. Does not promote the version.
 
-    ``beside`` are further files by name. If the weights are stored already, a promoting verdict writes a new revision,
-    and any other verdict writes nothing.
+    If the weights are stored already, a promoting verdict writes a new revision. Any other verdict then writes nothing,
+    and the newest revision is returned.
+
+    Args:
+        verdict: The verdict on this model.
+        beside: Contents or paths of further files, by name.
 
     Raises:
         UserError: The verdict is about another model, or the weights are stored with another name, threshold, task or
@@ -67,10 +71,11 @@ def store_version(
 
 
 def apply_verdict(registry: Registry, version: Version, verdict: Verdict, *, by: str) -> Released:
-    """Make a stored version the champion if its verdict promotes, and return the outcome.
+    """Make a stored version the champion if its verdict promotes, and return version, champion and outcome.
 
-    If the log has an entry since the judgement, the version is not promoted. An entry that ``by``, the Flyte execution
-    or user, wrote in an earlier try counts as this promotion.
+    If another writer has appended an entry to the log since the judgement, the version is not promoted. The outcome
+    then names the entry. ``by`` is the Flyte execution or user. If the log's next entry already promotes this version
+    by the same ``by``, an earlier try wrote the entry, and the entry counts.
     """
     if not verdict.promotes:
         champion = registry.read_champion()
@@ -92,9 +97,12 @@ def apply_verdict(registry: Registry, version: Version, verdict: Verdict, *, by:
 def promote_version(registry: Registry, version: str, reason: str, *, by: str, once: bool = False) -> Entry:
     """Make a version the champion by a person's decision, and return the new log entry.
 
-    ``version`` is a version's name, or at least the first 12 digits. Verifies all files of the version. The version
-    also becomes the best version. With ``once``, returns an earlier promotion of the version by ``by``, if the log has
-    one.
+    Verifies all files of the version. The version also becomes the best version.
+
+    Args:
+        version: The version's name, or at least the first 12 digits.
+        by: The Flyte execution or user.
+        once: Whether to return the first promotion of the version by ``by``, if the log has one.
 
     Raises:
         UserError: The version is missing or is the champion, the reason is blank, or another entry was written first.
@@ -112,8 +120,9 @@ def promote_version(registry: Registry, version: str, reason: str, *, by: str, o
 def roll_back_champion(registry: Registry, reason: str, *, by: str, once: bool = False) -> Entry:
     """Make the previous champion the champion again, and return the new log entry.
 
-    Verifies all files of the previous champion. With ``once``, returns an earlier rollback by ``by``, if the log has
-    one.
+    The previous champion is the version of the last promotion but one that no rollback has undone. Verifies all files
+    of the version. ``by`` is the Flyte execution or user. With ``once``, returns the first rollback by ``by``, if the
+    log has one.
 
     Raises:
         UserError: No previous champion exists, the reason is blank, or another entry was written first.
@@ -141,7 +150,7 @@ def find_earlier_try(log: list[Entry], by: str, action: str, version: str = "") 
 
 
 def download_version(registry: Registry, version: str, folder: Path, manifest: str = "") -> tuple[Path, Path]:
-    """Download a version's model.pt and model.json into a folder, and return both paths.
+    """Download a version's model.pt and model.json into a folder, and return both paths. Replaces existing files.
 
     ``manifest`` selects a revision by the SHA-256 of its manifest. The default is the newest revision.
     """
@@ -185,8 +194,14 @@ def read_data_profile(registry: Registry, entry: Entry) -> DataProfile | None:
 def load_champion(address: str, name: str, device: str = "cpu") -> "tuple[nn.Module, dict[str, Any]]":
     """Download the champion, and return the model in evaluation mode on ``device``, and the sidecar.
 
-    Runs the code that the sidecar names, so trust the registry as you trust code. ``address`` is a folder, or an
-    address of S3, Google Cloud Storage or Azure. Raises UserError if no champion can be read.
+    Runs the code that the sidecar names, so trust the registry as you trust code. Draws random numbers.
+
+    Args:
+        address: A folder, or an address of S3, Google Cloud Storage or Azure.
+        name: The name of the model in the registry.
+
+    Raises:
+        UserError: The model has no champion, or the champion cannot be read or loaded.
     """
     from flyte_ddp.models.artifacts import load_model
 

@@ -108,7 +108,10 @@ def check_registry_address(address: str) -> None:
 
 @contextmanager
 def explain_failures(address: str, problem: str) -> Iterator[None]:
-    """Turn an UnavailableError of the block into a UserError that names the registry and the ``problem``."""
+    """Turn an UnavailableError of the block into a UserError with the registry's ``address`` and the ``problem``.
+
+    The error is an UnreachableError if a retry may succeed.
+    """
     try:
         yield
     except storage.UnavailableError as failure:
@@ -117,7 +120,10 @@ def explain_failures(address: str, problem: str) -> Iterator[None]:
 
 
 def list_folder(folder: str, list_names: Callable[[str], list[Value]]) -> list[Value]:
-    """Return ``list_names(folder)``, with retries. A missing local folder counts as empty."""
+    """Return ``list_names(folder)``, with retries. If a local folder is missing, returns [].
+
+    If a bucket is missing, raises MissingError.
+    """
     try:
         return storage.retry(folder, list_names)
     except storage.MissingError:
@@ -127,7 +133,11 @@ def list_folder(folder: str, list_names: Callable[[str], list[Value]]) -> list[V
 
 
 def list_models(address: str) -> list[str]:
-    """Return the sorted names of all models in a registry. Raises UserError if the registry has no models."""
+    """Return the sorted names of all models in a registry.
+
+    Raises:
+        UserError: The address is invalid, the models cannot be listed, or the registry has no models.
+    """
     check_registry_address(address)
     with explain_failures(address, "its models cannot be listed"):
         names = [name for name in list_folder(address, storage.list_folders) if NAME.fullmatch(name)]
@@ -169,7 +179,10 @@ class Registry:
         return self.at("log", f"{number:08}.json")
 
     def explain_failures(self, action: str) -> AbstractContextManager[None]:
-        """Turn an UnavailableError of the block into a UserError: the registry cannot be ``action``, such as "read"."""
+        """Turn an UnavailableError of the block into a UserError.
+
+        The text says that the model cannot be ``action``, such as "read" or "listed".
+        """
         return explain_failures(self.address, f"{self.name} cannot be {action}")
 
     def read_file(self, address: str, read: Callable[[str], Value]) -> Value | None:
@@ -228,7 +241,11 @@ class Registry:
         return found[0]
 
     def create_file(self, address: str, content: bytes | Path) -> bool:
-        """Write a file unless the address has one, and return whether the address has this content now."""
+        """Write a file unless the address has one, and return whether the address has this content now.
+
+        ``content`` is the content, or the path of a file. Returns False if the address has another content. An equal
+        content counts as written by an earlier try, so rivals must write different contents.
+        """
         with self.explain_failures("written"):
             try:
                 storage.retry(address, lambda to: storage.create_file(to, content))
@@ -238,7 +255,10 @@ class Registry:
         return True
 
     def check_storage_never_overwrites(self) -> None:
-        """Raise UserError if the storage overwrites existing files. The test writes the file PROBE, which remains."""
+        """Raise UserError if the storage overwrites existing files.
+
+        The test writes the file PROBE (``.creates-once``) beside the models. The file remains.
+        """
         probe = storage.join(self.address, PROBE)
         if all(self.create_file(probe, secrets.token_bytes(16)) for _ in range(2)):
             raise UserError(
@@ -309,9 +329,13 @@ class Registry:
         raise UserError(f"{address} is damaged; restore it, as no entry of the log may be altered")
 
     def append_entry(self, before: Entry | None, *, by: str, reason: str, **values: str) -> Entry:
-        """Write the log entry after ``before``, and return the new entry.
+        """Write the log entry after ``before``, and return the new entry. First tests the storage with a small file.
 
-        ``values`` are action, version, manifest and best.
+        Args:
+            before: The last entry of the log, or None for an empty log.
+            by: The Flyte execution or user.
+            reason: The reason of the entry, a text for people.
+            values: The fields action, version, manifest and best.
 
         Raises:
             LostError: Another writer has written this entry.
@@ -332,7 +356,15 @@ class Registry:
     def claim_look(self, test_digest: str, challenger: str, champion: str, rule: str) -> int:
         """Register a comparison of two models on a test split, and return the number of the look, from 1.
 
-        A comparison that was registered before keeps the number.
+        If the same models were compared on the split by the same rule before, returns the earlier number.
+
+        Args:
+            challenger: The SHA-256 of the challenger's weights.
+            champion: The SHA-256 of the champion's weights, or "none".
+            rule: The rule of the comparison with its numbers, as text.
+
+        Raises:
+            UserError: The record of the earlier comparison is damaged.
         """
         folder = self.at("judgements", test_digest)
         compared = {"challenger": challenger, "champion": champion, "rule": rule}
@@ -356,8 +388,12 @@ class Registry:
     def write_version(self, files: Mapping[str, Path | bytes]) -> Version:
         """Upload the missing files of a version, the manifest last, and return the version. Replaces no file.
 
-        If the weights are stored with other files, the new files become a revision without the weights. The first of
-        ``files`` must differ between judgements. In another judgement's folder its upload then fails at once.
+        ``files`` are contents or paths by name, with the weights and the sidecar. If the weights are stored with other
+        files, the new files become a revision without the weights. The first file, such as the verdict, must differ
+        between judgements. The upload into another judgement's folder then fails at this file, and the next folder is
+        tried.
+
+        Raises UserError if the stored weights are damaged.
         """
         digests = {file: content_digest(content) for file, content in files.items()}
         manifest = json.dumps({"files": dict(sorted(digests.items()))}, indent=1).encode() + b"\n"
@@ -376,7 +412,13 @@ class Registry:
         return self.at(revision_folder(version.name, 1) if file == WEIGHTS else version.folder, file)
 
     def read_version(self, name: str, manifest: str = "") -> Version:
-        """Return the version as :meth:`find_version` does. Raises UserError if no complete version exists."""
+        """Return the complete version whose weights have the SHA-256 ``name``.
+
+        ``manifest`` selects a revision by the SHA-256 of its manifest. The default is the newest revision.
+
+        Raises:
+            UserError: No complete version exists, no revision has this manifest, or the manifest is damaged.
+        """
         if (found := self.find_version(name, manifest)) is None:
             raise UserError(
                 f"registry {self.address!r}: {self.name} has no complete version {name} ({MANIFEST} is "
@@ -412,9 +454,9 @@ class Registry:
         )
 
     def download_file(self, version: Version, file: str, folder: Path) -> Path:
-        """Download a version's file into a folder, and return the path.
+        """Download a version's file into an existing folder, replacing a file of this name, and return the path.
 
-        Raises UserError if the file is missing or was altered.
+        Raises UserError if the file is missing or was altered. An altered file remains in the folder.
         """
         address, path = self.file_address(version, file), folder / file
         with self.explain_failures("read"), suppress(storage.MissingError), replace_file(path, durable=False) as target:
@@ -442,8 +484,9 @@ class Registry:
 def replay_promotions(history: list[Entry]) -> tuple[list[Entry], dict[str, Entry]]:
     """Return the promotions that no rollback has undone, oldest first, and the rollbacks in force.
 
-    Rollbacks are keyed by the version that was rolled back. Making the version champion again ends the rollback. Raises
-    UserError if a rollback has no promotion to undo.
+    ``history`` is the whole log, oldest entry first. The rollbacks are by the version that was rolled back. If this
+    version becomes the champion again, the rollback is no longer in force. Raises UserError if a rollback has no
+    promotion to undo.
     """
     standing, taken_back = list[Entry](), dict[str, Entry]()
     for entry in history:

@@ -44,7 +44,12 @@ class JudgedSamples:
 
 
 def identify_tested(data: PreparedSet, found: Evaluation) -> Digests:
-    """Return a number for each test sample that was evaluated, as :func:`identify_samples` does."""
+    """Return an identifying number for each test sample that was evaluated. ``found`` is the evaluation.
+
+    For image files the number is a digest of name and size, and for shards a digest of the id. For arrays it is a
+    digest of the id, without ids of the table's row, and without a table of all inputs. The result is empty for samples
+    on demand.
+    """
     if not isinstance(data, EncodedSet):
         return identify_samples(data, "test")
     sizes = name_sizes(data.test_source)
@@ -54,8 +59,12 @@ def identify_tested(data: PreparedSet, found: Evaluation) -> Digests:
 def identify_samples(data: PreparedSet, side: str) -> Digests:
     """Return an identifying number for each sample of a side, "train" or "test".
 
-    The number is a digest of the id, or of the row or inputs if the side has no ids. Image files are identified by name
-    and size. Shards and sets on demand give an empty array, because the samples would have to be read.
+    The number is a digest of the id. Without ids, the digest is of the table's row, and without a table of all inputs.
+    Equal samples without ids have equal numbers.
+
+    Returns:
+        For image files, digests of name and size of all samples that are not in the test split, whatever the side. For
+        shards and samples on demand an empty array, because all samples would have to be read.
     """
     if isinstance(data, EncodedSet):
         if not isinstance(data.train, ImageList):
@@ -97,7 +106,10 @@ def list_answers(found: Evaluation) -> Floats:
 
 
 def match_once(then: Digests, now: Digests) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the places, in ``then`` and in ``now``, of the samples that occur exactly once in both arrays."""
+    """Return the places, in ``then`` and in ``now``, of the samples that occur exactly once in both arrays.
+
+    The same place of both results is the same sample.
+    """
     found = []
     for digests in (then, now):
         values, first, counts = np.unique(digests, return_index=True, return_counts=True)
@@ -108,7 +120,10 @@ def match_once(then: Digests, now: Digests) -> tuple[NDArray[np.int64], NDArray[
 
 
 def find_changes(then: Floats, now: Floats) -> Floats:
-    """Return ``now`` minus ``then`` [n], with 0 for changes that rounding may have caused."""
+    """Return ``now`` minus ``then`` [n], with 0 for changes that rounding may have caused.
+
+    Such a change is at most NOISE (1 %) of the value in ``then``, or of the mean absolute value if larger.
+    """
     changes = now - then
     size = np.maximum(np.abs(then), np.abs(then).mean())
     return np.where(np.abs(changes) <= NOISE * size, 0.0, changes)

@@ -1,10 +1,10 @@
 """Scores of samples and labels, by which two models are compared. A higher score is better.
 
 The mean of the scores is the objective's main measure, or an equivalent: minus the squared error for RMSE. Some
-measures, such as AUROC, are not means over samples. Their scores are leave-one-out pseudo-values: N times the measure
-minus N - 1 times the measure without the sample. The mean of the pseudo-values is the measure up to order 1 / N. If a
-label's measure is undefined without a sample, the sample counts as not changing the measure. Source: Tukey, "Bias and
-confidence in not-quite large samples", Annals of Mathematical Statistics 29, 1958.
+measures, such as AUROC, are not means over samples. The scores are then leave-one-out pseudo-values: N times the
+measure minus N - 1 times the measure without the sample. The mean of the pseudo-values is the measure up to order 1 /
+N. If a label's measure is undefined without a sample, the sample counts as not changing the measure. Source: Tukey,
+"Bias and confidence in not-quite large samples", Annals of Mathematical Statistics 29, 1958.
 """
 
 import warnings
@@ -37,7 +37,11 @@ FORMULAS: dict[Callable[..., dict[str, float]], tuple[str, ...]] = {
 
 
 def has_own_scores(objective: Objective) -> bool:
-    """Return whether the objective's method ``scores`` matches the main measure. Pseudo-values are then not needed."""
+    """Return whether the objective's method ``scores`` gives the scores. Pseudo-values are then not needed.
+
+    True if the method is user-defined, if the main measure is a classification's accuracy, or if the objective has no
+    measures but the loss.
+    """
     scores, of_accuracy = type(objective).scores, objective.main_measure == "accuracy"
     inherited = scores is Objective.scores or (scores is Classification.scores and not of_accuracy)
     return not inherited or not objective.measures
@@ -48,7 +52,10 @@ def has_formula(objective: Objective) -> bool:
 
 
 def needs_calls(objective: Objective) -> bool:
-    """Return whether each sample's score needs a call of the objective's measure."""
+    """Return whether each sample's score needs a call of the objective's measure.
+
+    Large test splits are then rejected.
+    """
     return not has_formula(objective) and not has_own_scores(objective)
 
 
@@ -58,6 +65,7 @@ def has_pseudo_values(objective: Objective) -> bool:
 
 
 def name_scores(objective: Objective) -> str:
+    """Return what the scores are, in words. This is the main measure, or for example "squared error" for RMSE."""
     name = objective.main_measure
     named = {} if has_own_scores(objective) else {"rmse": "squared error", "perplexity": "loss of a token"}
     return named.get(name if has_formula(objective) else "", name_measure(name))
@@ -68,9 +76,12 @@ def is_higher_better(objective: Objective) -> bool:
 
 
 def score_samples(objective: Objective, columns: Columns) -> Floats:
-    """Return each sample's score [N]: the objective's score, or a pseudo-value of the main measure.
+    """Return each sample's score [N], where higher is better. ``columns`` are the objective's columns of N samples.
 
-    If the measure is a mean over labels or classes, so is the score. A measure without a formula is called N + 1 times.
+    The score is the result of the objective's method ``scores`` if the method fits the main measure. Otherwise the
+    score is the sample's jackknife pseudo-value of the main measure, times -1 if less is better. For RMSE the
+    pseudo-values are of the squared error, and for perplexity of the loss of a token. If the measure is a mean over
+    labels or classes, so is the score. A measure without a formula is called N + 1 times.
 
     Raises:
         UserError: The objective's scores are not a finite number for each sample. A measure without a formula has more
@@ -93,9 +104,10 @@ def score_samples(objective: Objective, columns: Columns) -> Floats:
 
 
 def score_parts(objective: Objective, columns: Columns) -> Floats:
-    """Return the pseudo-values [N, K] of a measure with a formula.
+    """Return the pseudo-values [N, K] of a main measure with a formula, where higher is better.
 
-    K is the number of labels, of classes for mIoU, or of predicted numbers for RMSE. Otherwise K is 1.
+    K is the number of labels, of classes for mIoU, or of predicted numbers for RMSE. Otherwise K is 1. A label whose
+    measure is undefined has NaN.
     """
     name, labels = objective.main_measure, objective.binary_labels(columns)
     if name == "rmse":
@@ -112,6 +124,11 @@ def score_parts(objective: Objective, columns: Columns) -> Floats:
 
 
 def score_binary_labels(name: str, labels: BinaryLabels) -> Floats:
+    """Return the pseudo-values [N, K] of a measure of each of K labels. A label whose measure is undefined has NaN.
+
+    ``name`` is f1, balanced_accuracy, auroc or average_precision. ``labels`` are truths (1, 0, or NaN if unknown),
+    scores, and whether the label is predicted, [N, K] each.
+    """
     truth, scores, named = labels
     positive, negative = (truth == 1).astype(float), (truth == 0).astype(float)
     if name == "f1":
@@ -124,7 +141,10 @@ def score_binary_labels(name: str, labels: BinaryLabels) -> Floats:
 
 
 def score_classes(measure: str, columns: Columns) -> Floats:
-    """Return pseudo-values [N, 1] of macro F1 or balanced accuracy, as means over classes against the rest."""
+    """Return pseudo-values [N, 1] of macro F1 or balanced accuracy, as means over classes against the rest.
+
+    ``measure`` is "f1" or "balanced_accuracy". ``columns`` have class numbers, as "truth" and "prediction".
+    """
     truth, predicted = (columns[name].numpy()[:, np.newaxis] for name in ("truth", "prediction"))
     classes = np.unique(truth if measure == "balanced_accuracy" else (truth, predicted))
     total = np.zeros(truth.shape)
@@ -183,7 +203,8 @@ def pseudo_values_of_auroc(scores: Floats, targets: Floats) -> Floats:
 def pseudo_values_of_average_precision(scores: Floats, targets: Floats) -> Floats:
     """Return the pseudo-values [N, K] of each label's average precision.
 
-    The arguments are those of :func:`pseudo_values_of_auroc`. A label without positive samples gives NaN.
+    ``scores`` [N, K] are higher for likelier labels. ``targets`` [N, K] are 1 or 0, or NaN if unknown. Unknown targets
+    have no influence. A label without positive samples gives NaN.
     """
     areas, without = np.full(scores.shape[1], np.nan), np.full(scores.shape, np.nan)
     for label in range(scores.shape[1]):
@@ -217,7 +238,8 @@ def share_below(values: Floats, others: Floats) -> Floats:
 def pseudo_values_by_calls(measure: Callable[[Mapping[str, Tensor]], float], columns: Mapping[str, Tensor]) -> Floats:
     """Return the pseudo-values [N] of any measure of columns [N, ...] by N + 1 calls.
 
-    Each call gets copies of N - 1 rows. Raises UserError for more than MOST_CALLS (20,000) samples.
+    ``measure`` maps columns to a number. Each call gets copies of N - 1 rows, and one call gets all rows. Raises
+    UserError for more than MOST_CALLS (20,000) samples.
     """
     samples = len(next(iter(columns.values())))
     refuse_many_calls(samples)

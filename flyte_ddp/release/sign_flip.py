@@ -26,9 +26,9 @@ Integers = NDArray[np.integer[Any]]
 def sign_flip_p_value(differences: Floats) -> float:
     """Return the one-sided p-value of the exact sign-flip test that the mean of ``differences`` [N] is above 0.
 
-    If the differences are multiples of a unit, the relative error is about 1e-12. For 0/1 scores the test is McNemar's
-    exact test. Other differences are rounded to 1 / STEPS of the root mean square. Rounding changes the p-value by
-    about 0.03 % times the normal quantile.
+    Returns 1.0 if all differences are 0. If the differences are multiples of a unit, the relative error is about 1e-12.
+    For 0/1 scores the test is McNemar's exact test. Other differences are rounded to 1 / STEPS of the root mean square.
+    Rounding changes the p-value by about 0.03 % times the normal quantile.
     """
     differences = differences[differences != 0]
     return p_value_of_integers(np.rint(differences / find_unit(differences, STEPS)).astype(np.int64))
@@ -37,8 +37,8 @@ def sign_flip_p_value(differences: Floats) -> float:
 def lower_bound_by_sign_flips(differences: Floats, alpha: float) -> float:
     """Return the smallest shift of ``differences`` [N] that the sign-flip test does not reject at level ``alpha``.
 
-    The shift is a lower bound of a symmetric distribution's mean, to about 0.001 standard errors. Returns -inf for too
-    few differences.
+    The shift is a lower bound of a symmetric distribution's mean, to about 0.001 standard errors. If there are too few
+    differences to reject any shift, returns -inf. If all differences are equal, returns their mean.
     """
     mean, spread = float(differences.mean()), float(differences.std())
     if alpha < 0.5 ** len(differences):
@@ -95,7 +95,7 @@ def find_common_divisor(values: Floats, least: float) -> float:
 
 
 def p_value_of_integers(differences: Integers) -> float:
-    """Return the p-value of the sign-flip test of whole numbers, with a relative error of about 1e-12."""
+    """Return the one-sided p-value of the sign-flip test of whole numbers, with a relative error of about 1e-12."""
     values, counts = np.unique(np.abs(differences[differences != 0]), return_counts=True)
     total, lost = int(values @ counts), -int(differences[differences < 0].sum())
     # P(a random negative part is at most ``lost``). It is symmetric about total / 2.
@@ -147,9 +147,10 @@ def probability_of_at_most(most: int, values: Integers, counts: Integers, least:
 
 
 def bound_distance(sign: int, mean: int, values: Integers, counts: Integers, heads: Floats) -> int:
-    """Return a distance from ``mean`` beyond which the sum has probability 1e-18 at most.
+    """Return a distance from ``mean`` beyond which the sum of random coins has probability 1e-18 at most.
 
-    ``sign`` is the side of the mean: 1 above, -1 below.
+    ``sign`` is the side of the mean: 1 above, -1 below. Each of the ascending ``values`` [U] is on ``counts`` [U]
+    coins, which show heads with the probabilities ``heads`` [U]. ``mean`` is the mean of the sum.
     """
     speeds = np.geomspace(0.1 / math.sqrt(float(counts @ np.square(values.astype(float)))), 500 / int(values[-1]), 24)
     growth = np.log1p(heads * np.expm1(sign * np.multiply.outer(speeds, values))) @ counts
@@ -157,7 +158,11 @@ def bound_distance(sign: int, mean: int, values: Integers, counts: Integers, hea
 
 
 def find_frequencies(values: Integers, counts: Integers, heads: Floats, size: int) -> NDArray[np.int64]:
-    """Return the frequencies, from 0 to half of ``size``, where the characteristic function is not negligible."""
+    """Return the frequencies, from 0 to half of ``size``, where the characteristic function is not negligible.
+
+    The function is of a sum of random coins. Each of ``values`` [U] is on ``counts`` [U] coins, which show heads with
+    the probabilities ``heads`` [U]. ``size`` is a power of two.
+    """
     # Single precision and 32 bits, which may overflow as size is a power of two, make this five times as fast.
     frequencies = np.arange(size // 2 + 1, dtype=np.uint32)
     squared_moduli, least = np.ones(len(frequencies), np.float32), np.square(NEGLIGIBLE * (1.0 + frequencies))

@@ -12,9 +12,10 @@ from flyte_ddp.errors import UserError
 
 
 def read_id_table(setting: str, column: str, address: str) -> list[tuple[int, str, str]]:
-    """Return line number, id and ``column`` of each row of a CSV file, read with retries.
+    """Return line number, id and ``column`` of each row of a CSV file, read with retries. Other columns are ignored.
 
-    ``setting`` names the file in errors. Raises UserError if the file cannot be read, or is malformed.
+    ``setting`` names the file in errors. A cell that is missing at the end of a line is None. Raises UserError if the
+    file cannot be read, is malformed, or lacks a column.
     """
     try:
         content = storage.retry(address, storage.read_file)
@@ -37,7 +38,10 @@ def read_id_table(setting: str, column: str, address: str) -> list[tuple[int, st
 
 
 def read_slices(address: str) -> list[tuple[int, str, str]]:
-    """Return line number, id and slice of each row of a CSV file. Raises UserError if the file has no rows."""
+    """Return line number, id and slice of each row of a CSV file, read with retries.
+
+    Raises UserError if the file cannot be read, is malformed, or has no rows.
+    """
     rows = read_id_table("slices", "slice", address)
     if not rows:
         rule = "has no rows, so no slice would be checked"
@@ -46,10 +50,13 @@ def read_slices(address: str) -> list[tuple[int, str, str]]:
 
 
 def group_by_slice(address: str, ids: Sequence[str], undecoded: Collection[str]) -> dict[str, NDArray[np.int64]]:
-    """Return the ascending positions in ``ids`` of each slice's samples.
+    """Return the ascending positions in ``ids`` of each slice's samples, by the name of the slice.
+
+    Reads the CSV file at ``address``. A sample may be in several slices. Ids in ``undecoded`` are skipped.
 
     Raises:
-        UserError: An id is in neither ``ids`` nor ``undecoded``, a line has no slice, or the file has no rows.
+        UserError: The file cannot be read, or has no rows. An id is in neither ``ids`` nor ``undecoded``, or a line has
+            no slice.
     """
     places = {name: place for place, name in enumerate(ids)}
     members: dict[str, set[int]] = {}

@@ -48,6 +48,11 @@ class Pair:
         return float(self.differences.mean())
 
     def describe(self) -> str:
+        """Return the difference as text, such as "+1.25 points: 30 samples gained and 5 lost of 2,000".
+
+        For scores other than 0 and 1, an example is "squared error worse by 1.25 %: 30 samples better and 50 worse of
+        80".
+        """
         change = self.format_difference(self.difference)
         if self.unit == POINTS:
             return f"{change}: {self.gained:,} samples gained and {self.lost:,} lost of {self.samples:,}"
@@ -76,6 +81,11 @@ class Pair:
         return Pair(-self.differences, self.measure, self.unit).p_value()
 
     def lower_bound(self, alpha: float) -> float:
+        """Return the lower 1 - ``alpha`` confidence bound of the mean difference.
+
+        The bound is Tango's for scores of 0 and 1. Otherwise the bound is the smaller of a sign-flip test's bound and a
+        bootstrap's bound, and -inf for too few samples.
+        """
         if self.unit == POINTS:
             return lower_bound_of_difference(self.gained, self.lost, self.samples, alpha)
         by_flips = lower_bound_by_sign_flips(self.differences, alpha)
@@ -87,8 +97,13 @@ def compare_scores(
 ) -> Pair:
     """Return the comparison of two models' scores [N] of the same samples.
 
-    With ``is_loss`` the scores are losses times -1, and differences are shares of the mean of ``theirs``, unless the
-    mean is 0. Set ``counted`` to False for pseudo-values, whose signs do not say whether an answer is better.
+    Args:
+        mine: The scores of the model that should be better.
+        theirs: The scores of the other model.
+        measure: The name of the scores, in words.
+        is_loss: Whether the scores are losses times -1. Differences are then shares of the mean of ``theirs``, unless
+            the mean is 0.
+        counted: Whether a higher score is a better answer. False for pseudo-values.
     """
     if not is_loss and all(np.isin(scores, (0, 1)).all() for scores in (mine, theirs)):
         return Pair(np.subtract(mine, theirs, dtype=np.float64), measure, POINTS)
@@ -138,7 +153,7 @@ def lower_bound_of_mean(values: Floats, alpha: float) -> float:
     """Return the lower 1 - ``alpha`` confidence bound of the mean of ``values`` [N], at least the smallest value.
 
     Uses a studentised bootstrap with a fixed seed (Efron and Tibshirani, "An introduction to the bootstrap", 1993,
-    12.5).
+    12.5). If all values are equal, returns the mean.
     """
     mean, error = float(values.mean()), float(values.std())
     if error <= 1e-12 * abs(mean):

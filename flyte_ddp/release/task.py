@@ -11,7 +11,7 @@ POSITIVE = "positive class"  # key of a task: the second of two classes, if a me
 
 
 def read_task(sidecar: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the task of a model: the facts that users depend on, and that comparable models share.
+    """Return the task of a model from its sidecar: the facts that users depend on, and that comparable models share.
 
     Rows are described by the names of the columns, in any order. Other inputs are described by shape, because the mean
     differs between data sets.
@@ -37,7 +37,8 @@ def find_positive_class(sidecar: Mapping[str, Any]) -> str:
 def has_same_fit(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Return whether two models have equal preprocessing, or preprocessing that was fitted to equal data.
 
-    The data are compared, too, because pickles of equal objects may differ, for instance of sets of texts.
+    The arguments are the models' sidecars. The data are compared, too, because pickles of equal objects may differ, for
+    instance of sets of texts.
     """
     fits = [sidecar.get(PREPROCESSING, {}).get("sha256", "") for sidecar in (one, other)]
     data = [sidecar.get("digests", {}).get("data", "") for sidecar in (one, other)]
@@ -45,7 +46,11 @@ def has_same_fit(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def is_reordered(challenger: Mapping[str, Any], champion: Mapping[str, Any]) -> bool:
-    """Return whether two tasks have the same classes in any order, and the outputs can be reordered."""
+    """Return whether two tasks have the same classes in any order, and the outputs can be reordered.
+
+    The arguments are results of :func:`read_task`. The same order also gives True. Outputs cannot be reordered if a
+    task has a positive class, or if the objective is not classification, multilabel or segmentation.
+    """
     if challenger["objective"] not in REORDERED or challenger[POSITIVE] or champion[POSITIVE]:
         return False
     return sorted(challenger["classes"]) == sorted(champion["classes"])

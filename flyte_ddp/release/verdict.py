@@ -72,6 +72,7 @@ class Verdict(DataClassJsonMixin):
         return f"<verdict, {self.describe() if self.decision else 'not made yet'}>"
 
     def describe(self) -> str:
+        """Return the decision and the outcome as text. The decision must have been made."""
         promoted = "to be promoted" if self.look else "would be promoted"
         kept = "the champion is kept" if self.champion else "there is no champion yet"
         decision = {PROMOTED: promoted, KEPT: kept, NO_COMPARISON: "no comparison"}

@@ -89,11 +89,15 @@ def draw_line_chart(
     x_from: float | None = None,
     wide: bool = False,
 ) -> str:
-    """Return an SVG element with lines of at least one point each.
+    """Return an SVG element with a line for each of ``series``. Each line needs at least one point.
 
-    ``scale`` is "linear", "log" or "from 0". A logarithmic scale is used only for positive values, the largest more
-    than 5 times the smallest. ``x_from`` is the left end of the x axis. With ``wide`` the chart is as wide as the page,
-    with the legend beside the lines.
+    Lines of more than MAX_POINTS (300) points are drawn as means and ranges of neighbouring points.
+
+    Args:
+        scale: "linear", "log" or "from 0". A logarithmic scale is used only for positive values, the largest more than
+            5 times the smallest.
+        x_from: The left end of the x axis.
+        wide: Whether the chart is as wide as the page, with the legend beside the lines.
     """
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
@@ -101,6 +105,7 @@ def draw_line_chart(
     values = values[np.abs(values) < LARGEST]
 
     def plot_lines(axes: Any) -> str:
+        """Plot the lines, set the scales, and return the label of the y axis."""
         for line in series:
             x, y = np.asarray(line.x, dtype=float), np.asarray(line.y, dtype=float)
             y = np.where(np.abs(y) < LARGEST, y, np.nan)
@@ -140,7 +145,8 @@ def draw_line_chart(
 def draw_parallel_coordinates(names: Sequence[str], rows: Sequence[Sequence[Any]], colors: Sequence[str]) -> str:
     """Return an SVG element with a line for each row, through the ranks of the row's values in each column.
 
-    ``colors`` has the colour of each row. The first rows are in front.
+    ``names`` are the names of the columns. ``colors`` has the colour of each row. The first rows are in front. At least
+    one row is needed.
     """
     places, labels = [], []
     for name, *column in zip(names, *rows, strict=True):
@@ -216,9 +222,11 @@ def draw_confusion_heatmap(confusion: NDArray[np.int64], classes: Sequence[str])
 
 
 def confusion_section(counts: NDArray[np.int64], names: Sequence[str]) -> dict[str, Any]:
-    """Return the templates' values of a confusion matrix, or {} if ``counts`` is empty.
+    """Return the values of a confusion matrix for the templates, or {} if ``counts`` is empty.
 
-    A row of ``counts`` [K, 3] is truth, prediction and number of samples.
+    A row of ``counts`` [K, 3] is truth, prediction and number of samples. ``names`` are the names of the classes. The
+    values are the picture as SVG, the most frequent mistakes and the classes of lowest recall. With more than
+    PICTURED_CLASSES (1,000) classes, the picture is "".
     """
     if not len(counts):
         return {}
@@ -246,7 +254,10 @@ def confusion_section(counts: NDArray[np.int64], names: Sequence[str]) -> dict[s
 
 
 def plot_curve(axes: Any, section: Curve, color: str = BLUE, label: str = "") -> str:
-    """Plot a curve in the unit square with the line of chance, and return the label of the y axis."""
+    """Plot a curve in the unit square with the line of chance, and return the label of the y axis.
+
+    ``label`` is the curve's name in a legend, which the caller draws.
+    """
     axes.plot((0, 1), section.chance, "-", color=MUTED, linewidth=0.8)
     line = "o-" if len(section.x) <= FEW_POINTS else "-"
     axes.plot(np.array(section.x, dtype=float), np.array(section.y, dtype=float), line, color=color, label=label)
@@ -273,6 +284,7 @@ def plot_scatter(axes: Any, section: Scatter) -> str:
 
 
 def plot_histogram(axes: Any, section: Histogram) -> str:
+    """Plot counts between edges, with a line at 0 inside the edges. Return "samples", the label of the y axis."""
     from matplotlib.ticker import MaxNLocator
 
     edges = np.array(section.edges, dtype=float)
@@ -292,7 +304,7 @@ def draw_chart(section: Chart) -> str:
 
 
 def draw_curves(curves: Mapping[str, Curve]) -> str:
-    """Return an SVG element with up to two curves of the same axes, and a legend of their names."""
+    """Return an SVG element with the first two curves of the same axes, and a legend. ``curves`` are by name."""
 
     def plot_curves(axes: Any) -> str:
         for (name, curve), color in zip(curves.items(), (BLUE, ORANGE), strict=False):
@@ -307,7 +319,16 @@ def draw_curves(curves: Mapping[str, Curve]) -> str:
 def list_section_values(
     sections: Sequence[Section], pictures: Mapping[int, Picture], classes: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the template's values of each section. Neighbouring charts with the same title become a single section."""
+    """Yield the values of each section for the template.
+
+    Neighbouring charts with the same title become a single section. If a section cannot be drawn, its values are a text
+    with the error.
+
+    Args:
+        sections: The sections of the objective, in order.
+        pictures: The samples that sections may show, by number. Other samples are skipped.
+        classes: The names of the classes, for the legend of masks.
+    """
     for _, grouped in groupby(sections, lambda each: each.title if isinstance(each, Chart) else id(each)):
         group = [*grouped]
         try:
@@ -320,6 +341,7 @@ def list_section_values(
 def _describe_group(
     group: Sequence[Section], pictures: Mapping[int, Picture], classes: Sequence[str]
 ) -> dict[str, Any]:
+    """Return the template's values of a section, or of several charts with the same title."""
     section = group[0]
     if isinstance(section, Confusions):
         counts = np.array(section.counts, dtype=np.int64).reshape(-1, 3)

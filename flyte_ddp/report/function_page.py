@@ -21,7 +21,9 @@ SHOWN_PICTURES, PICTURE_SIDE = 24, 256  # the number of newest pictures, and the
 def render_function_page(folder: Path, name: str, failure: str = "") -> str:
     """Return the HTML page of a user-defined function's run, which may still be running.
 
-    Reads the files of the run's folder. Raises UserError if ``metrics.jsonl`` is damaged, or has no start record.
+    Reads the files of the run's folder. Pictures that cannot be read are skipped. ``name`` is the title, and
+    ``failure`` is the reason if the run has failed. Raises UserError if ``metrics.jsonl`` cannot be read, is damaged,
+    or has no start record.
     """
     found = RunRecords(folder)
     starts, steps, end = found.starts, found.by_step["record"], found.end
@@ -46,6 +48,7 @@ def render_function_page(folder: Path, name: str, failure: str = "") -> str:
 
 
 def collect_points(steps: Mapping[int, Record]) -> dict[str, Points]:
+    """Return the recorded values by name, each with the steps in ascending order. ``steps`` are the records by step."""
     points: dict[str, Points] = {}
     for step in sorted(steps):
         for name, value in steps[step].items():
@@ -55,7 +58,10 @@ def collect_points(steps: Mapping[int, Record]) -> dict[str, Points]:
 
 
 def list_pictures(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield name and data URI of the newest SHOWN_PICTURES (24) pictures of a folder, oldest first."""
+    """Yield name and data URI of the newest SHOWN_PICTURES (24) pictures of a folder, oldest first.
+
+    Pictures in subfolders count, too. Files that cannot be read as pictures are skipped.
+    """
     from PIL import Image
 
     times = dict[Path, int]()

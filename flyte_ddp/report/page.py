@@ -37,9 +37,10 @@ GREY = 220  # of ignored pixels
 
 
 class RunRecords:
-    """The records of ``metrics.jsonl``.
+    """The records of ``metrics.jsonl`` of the last attempt, and of earlier attempts up to the last resumed checkpoint.
 
-    The constructor raises UserError if the file is damaged, or has no start record.
+    Later records of earlier attempts are dropped. The constructor raises UserError if the file cannot be read, is
+    damaged, or has no start record.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -70,6 +71,7 @@ class RunRecords:
 
 @functools.cache
 def template_environment() -> Environment:
+    """Return the templates' environment with the pages' filters, such as ``format_measure``, made at the first call."""
     import jinja2  # imported late, because every command would wait for the import
 
     loader = jinja2.FileSystemLoader(TEMPLATES)
@@ -88,9 +90,9 @@ def mark_code(text: str) -> Markup:
 
 
 def render_template(template: str, **values: Any) -> str:
-    """Return a template filled with values, as ASCII text.
+    """Return a template filled with values, as ASCII text. ``template`` is a file name in the folder ``templates``.
 
-    Other characters become HTML references, which are correct in any encoding.
+    Values are escaped. Characters outside ASCII become HTML references, which are correct in any encoding.
     """
     text = template_environment().get_template(template).render(values)
     return text.encode("ascii", "xmlcharrefreplace").decode("ascii")
@@ -104,7 +106,10 @@ def write_html(path: Path, page: str) -> Path:
 
 
 def thumbnail(pixels: NDArray[np.uint8], side: int = 112) -> str:
-    """Return an image uint8 [H, W, C], resized to fit ``side`` x ``side`` pixels, as a data URI (PNG)."""
+    """Return an image uint8 [H, W, C], resized to fit ``side`` x ``side`` pixels, as a data URI (PNG).
+
+    With 3 or more channels, the first three are red, green and blue. Otherwise the first channel is grey.
+    """
     from PIL import Image
 
     image = Image.fromarray(np.ascontiguousarray(pixels[:, :, :3] if pixels.shape[2] >= 3 else pixels[:, :, 0]))
@@ -114,7 +119,7 @@ def thumbnail(pixels: NDArray[np.uint8], side: int = 112) -> str:
 def mask_thumbnail(mask: NDArray[Any], side: int = 112) -> str:
     """Return a mask [H, W] of class numbers in colours, as a data URI (PNG).
 
-    The image fits ``side`` x ``side`` pixels.
+    Ignored pixels are grey. The image fits ``side`` x ``side`` pixels.
     """
     from PIL import Image
 
@@ -125,9 +130,9 @@ def mask_thumbnail(mask: NDArray[Any], side: int = 112) -> str:
 
 
 def fit_image(image: Image, side: int, *, mix: bool = True) -> Image:
-    """Return an image that fits ``side`` x ``side`` pixels: enlarged by a whole multiple, or shrunk in place.
+    """Return an image that fits ``side`` x ``side`` pixels: enlarged by a whole multiple, or shrunk.
 
-    With ``mix`` shrinking mixes the colours of neighbouring pixels.
+    Shrinking changes ``image`` itself. With ``mix`` shrinking mixes the colours of neighbouring pixels.
     """
     from PIL.Image import Resampling
 

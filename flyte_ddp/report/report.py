@@ -61,7 +61,12 @@ class Run(RunRecords):
     """The records and results in a run's folder so far. Records are in the order of steps."""
 
     def __init__(self, folder: Path, name: str = "") -> None:
-        """Read the run's files. Raises UserError if a file is damaged, or ``metrics.jsonl`` has no start record."""
+        """Read the run's files. ``name`` is the run's name, by default the folder's name.
+
+        Raises:
+            UserError: ``metrics.jsonl`` cannot be read, is damaged or has no start record. The sidecar or
+                ``predictions.npz`` exists, and is damaged.
+        """
         super().__init__(folder)
         for record in (*self.starts, *self.by_step["train"].values(), *self.by_step["evaluation"].values(), self.end):
             measured = {f"{key}?": NUMBER for key in record if key.startswith(("validation_", "test_"))}
@@ -100,7 +105,11 @@ class Run(RunRecords):
 
 
 def read_predictions(path: Path) -> tuple[list[Section], dict[int, Picture]]:
-    """Return the sections of ``predictions.npz``, and the samples shown in sections, by number and with images."""
+    """Return the sections of ``predictions.npz``, and the samples shown in sections, by number and with images.
+
+    If the file has no such samples, the second result is {}. Raises ValueError, TypeError, LookupError or OSError if
+    the file is damaged or cannot be read.
+    """
     arrays = read_arrays(path, PREDICTIONS_BYTES)
     first = int(arrays["table_rows"])  # the rows before are for wandb's table
     sections = decode_sections(str(arrays["sections"]))
@@ -122,7 +131,7 @@ def read_predictions(path: Path) -> tuple[list[Section], dict[int, Picture]]:
 
 
 def sample_names(predictions: Mapping[str, NDArray[Any]]) -> list[str]:
-    """Return the names of the samples in ``predictions.npz``, or "" for samples without a name.
+    """Return the names of the samples in ``predictions.npz``, given as arrays by name. A missing name is "".
 
     Bytes that are not UTF-8 become U+FFFD.
     """
@@ -135,8 +144,10 @@ def sample_names(predictions: Mapping[str, NDArray[Any]]) -> list[str]:
 def render_report(run_folder: Path, name: str = "", failure: str = "") -> str:
     """Return the report of a run, which may still be training, as a self-contained HTML document.
 
-    ``name`` is the run's name, by default the folder's name. ``failure`` is the reason if the run has failed. Raises
-    UserError if ``metrics.jsonl`` has no start record, or a file is damaged.
+    ``name`` is the run's name, by default the folder's name. ``failure`` is the reason if the run has failed.
+
+    Raises:
+        UserError: ``metrics.jsonl`` has no start record, or a file is damaged.
     """
     run = Run(run_folder, name)
     require_form(run.start, FACTS, f"{run_folder / METRICS} is damaged")
@@ -180,7 +191,10 @@ def list_tiles(run: Run) -> Iterator[tuple[str, str, str]]:
 
 
 def list_charts(run: Run) -> Iterator[tuple[str, list[Series], dict[str, Any]]]:
-    """Yield title, lines and options of the charts of loss, measures, rates, norm and speed that have values."""
+    """Yield title, lines and options of the charts of loss, measures, rates, norm and speed that have values.
+
+    The options are arguments of :func:`draw_line_chart`.
+    """
     unit, evaluations = run.start.get("loss_unit", "cross-entropy (nats)"), run.evaluations
     lines = [make_line("training", BLUE, run.train, ("step", "loss"))]
     lines += [make_line(name, color, evaluations, ("step", f"{name}_loss")) for name, color in SPLITS.items()]
@@ -206,7 +220,7 @@ def list_charts(run: Run) -> Iterator[tuple[str, list[Series], dict[str, Any]]]:
 def make_line(label: str, color: str, records: Sequence[Record], keys: tuple[str, str], times: int = 1) -> Series:
     """Return a line through the records with a defined y.
 
-    ``keys`` are the keys of x and y in records. ``times`` multiplies y.
+    ``keys`` are the keys of x and y in records. ``times`` multiplies y. If no record has y, the line is empty.
     """
     x_key, y_key = keys
     defined = [record for record in records if record.get(y_key) is not None]
@@ -225,7 +239,10 @@ def varies(line: Series) -> bool:
 
 
 def describe_constant(title: str, lines: Sequence[Series]) -> str:
-    """Return constant lines as text, such as "accuracy 97.5 % (validation), 96.33 % (test)"."""
+    """Return the last values of constant lines as text, such as "accuracy 97.5 % (validation), 96.33 % (test)".
+
+    ``title`` is the title of the chart that is not drawn.
+    """
     unit = "\N{NO-BREAK SPACE}%" if title == "Accuracy" else ""
     values = [f"{format_value(line.y[-1])}{unit}" + f" ({line.label})" * bool(line.label) for line in lines]
     return f"{title[:1].lower() + title[1:] if title[1:2].islower() else title} {', '.join(values)}"

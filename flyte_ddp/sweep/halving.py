@@ -54,8 +54,16 @@ class TrialResult(DataClassJsonMixin):
 def plan_rung(sweep: Sweep, base: Hyperparameters, data_version: str, done: Sequence[TrialResult]) -> list[TrialResult]:
     """Return the next trials to train after the trials ``done``, or [] if the last rung is done.
 
-    ``data_version`` is a result of check_and_identify_run. If the sweep draws fewer trials than requested, prints the
-    reason. Raises UserError if all trials of a rung have failed.
+    A sampler that learns from results (tpe) gives the first rung in waves of up to nine trials. If the sweep draws
+    fewer trials than requested, prints the reason.
+
+    Args:
+        base: The hyperparameters that are not varied.
+        data_version: The version of the data, as check_and_identify_run returns it.
+        done: The results of all trials of all earlier calls, in the same order, with failed trials.
+
+    Raises:
+        UserError: All trials of a rung have failed, or the hyperparameters' rules reject all trials.
     """
     parts, fingerprint = sweep.list_parts(), data_version.partition("@")[0].removeprefix("datasets/")
     first = [rung for rung in done if rung.steps_divisor == parts[0]]
@@ -75,7 +83,10 @@ def plan_rung(sweep: Sweep, base: Hyperparameters, data_version: str, done: Sequ
 
 
 def rank_trials(rungs: Sequence[TrialResult]) -> list[TrialResult]:
-    """Return a rung's trials without failed trials, best first. Raises UserError if all trials have failed."""
+    """Return a rung's trials without failed trials, best first. Raises UserError if all trials have failed.
+
+    Equal values are ordered by the number of the trial. ``rungs`` are the results of a rung, at least one.
+    """
     ranked = sorted((rung for rung in rungs if rung.value is not None), key=lambda rung: (rung.loss, rung.trial))
     if not ranked:
         [(reason, count)] = Counter(rung.failed for rung in rungs).most_common(1)
@@ -95,9 +106,14 @@ def pick_winner(done: Sequence[TrialResult]) -> TrialResult:
 def run_rung(rung: TrialResult, results: str, train: Callable[[str, Path], object]) -> TrialResult:
     """Train a trial up to the end of its rung by ``train(run, folder)``, and return the trial with results.
 
-    If the folder or address ``results`` has the trial's results, nothing is trained. Otherwise the results are printed
-    and stored there. A trial fails by an error of the user or of the user's code, or when memory runs out. Failures are
-    not stored. Other errors are raised.
+    If the folder or address ``results`` has the trial's results, nothing is trained. Otherwise the results are printed,
+    and stored there unless the trial failed. A trial fails by an error of the user or of the user's code, or when
+    memory runs out. Then the result has the reason, and no exception is raised.
+
+    Raises:
+        UnreachableError, BusyError: Something cannot be reached, or another process trains the run.
+        RankError: The machine failed, and a retry may succeed.
+        UserError: The results cannot be read or written.
     """
     address, start = storage.join(results, f"{rung.run}/{rung.steps_divisor}.json"), time.monotonic()
     with suppress(MissingError):
@@ -121,6 +137,12 @@ def run_rung(rung: TrialResult, results: str, train: Callable[[str, Path], objec
 
 
 def access_result(address: str, action: Callable[[str], Any]) -> Any:
+    """Return ``action(address)``, called up to 4 times with pauses of some seconds.
+
+    Raises:
+        MissingError: The file is missing.
+        UserError: The address cannot be read or written.
+    """
     try:
         return storage.retry(address, action)
     except MissingError:
@@ -132,10 +154,11 @@ def access_result(address: str, action: Callable[[str], Any]) -> Any:
 
 
 def reach_rung(rung: TrialResult, train: Callable[[str, Path], object]) -> dict[str, Any]:
-    """Train a trial up to the end of its rung, and return a TrialResult's fields.
+    """Train a trial up to the end of its rung, and return the results by names of TrialResult's fields.
 
-    If the run has already passed the rung, trains again under another name, because the value must be the rung's.
-    Raises UserError if the value is not finite.
+    ``train(run, folder)`` must stop at the end of the rung. If the run has already passed the rung, trains once more
+    under the name ``<run>-<steps_divisor>``. The value at the rung is needed, not a later value. Afterwards the folder
+    of this second run is deleted. Raises UserError if the value is not finite.
     """
     again = f"{rung.run}-{rung.steps_divisor}"
     for name in (rung.run, again):
@@ -152,7 +175,11 @@ def reach_rung(rung: TrialResult, train: Callable[[str, Path], object]) -> dict[
 
 
 def read_rung(folder: Path, hp: Hyperparameters) -> dict[str, Any]:
-    """Return a TrialResult's fields from the folder of a run that is at the end of a rung, or finished."""
+    """Return a TrialResult's fields from the folder of a run that is at the end of a rung, or finished.
+
+    The fields are step, steps, value, higher and curve. The value is None if it is not finite. Raises UserError if a
+    file of the run is damaged.
+    """
     name, finished = f"validation_{hp.select_by}", is_finished(folder)
     run = Run(folder if finished else folder / UNFINISHED)
     curve = {each["step"]: each.get(name) for each in run.evaluations}

@@ -19,9 +19,10 @@ MISLEAD = " With schedule=one_cycle early rungs are misleading, because they end
 
 
 def write_page(sweep: Sweep, done: Sequence[TrialResult], sidecar: Path, folder: Path) -> Path:
-    """Write the PAGES of a sweep into a folder, and return the path of the HTML page.
+    """Write ``sweep.html`` and ``best.json`` into an existing folder, and return the path of the HTML page.
 
-    ``sidecar`` is the sidecar of the winner's model, with measures on the test split.
+    Replaces existing files. ``done`` are the results of all rungs. ``sidecar`` is the sidecar of the winner's model,
+    with measures on the test split. Raises UserError if no trial has reached the end.
     """
     last, winner = {rung.trial: rung for rung in done}, pick_winner(done)  # the last rung of each trial
     # Trials that came equally far are ordered by value, the best first.
@@ -75,7 +76,8 @@ def write_page(sweep: Sweep, done: Sequence[TrialResult], sidecar: Path, folder:
 def correlate_rungs(sweep: Sweep, done: Sequence[TrialResult]) -> list[tuple[str, str, int, float | None]]:
     """Return for each pair of neighbouring rungs the parts, the number of common trials and the rank correlation.
 
-    The correlation is None if fewer than 3 trials are common, or if a rung's values are all equal.
+    The parts are texts such as "1/9". Failed trials are skipped. The correlation is None if fewer than 3 trials are
+    common, or if a rung's values are all equal.
     """
     from scipy.stats import spearmanr
 
@@ -90,7 +92,10 @@ def correlate_rungs(sweep: Sweep, done: Sequence[TrialResult]) -> list[tuple[str
 
 
 def choose_colors(done: Sequence[TrialResult], trials: Sequence[int]) -> dict[int, str]:
-    """Return the colour of each trial, in the order of ``trials``, best first. Trials left behind are grey."""
+    """Return the colour of each trial, in the order of ``trials``, best first. Trials that stopped earlier are grey.
+
+    The winner is orange, and other trials that were trained to the end are blue.
+    """
     winner, ended = pick_winner(done).trial, {rung.trial for rung in done if rung.steps_divisor == 1}
     behind = [trial for trial in trials if trial not in ended]
     greys = {trial: GREYS[place * len(GREYS) // len(behind)] for place, trial in enumerate(behind)}
@@ -101,7 +106,10 @@ def choose_colors(done: Sequence[TrialResult], trials: Sequence[int]) -> dict[in
 
 
 def draw_curves(done: Sequence[TrialResult], measure: str, colors: Mapping[int, str], scale: str) -> str:
-    """Return an SVG element with each trial's value by step, the best trial in front."""
+    """Return an SVG element with each trial's value by step, the best trial in front.
+
+    ``colors`` are by trial, the best trial first. ``measure`` labels the y axis, and ``scale`` is "log" or "linear".
+    """
     kinds, series = {figures.ORANGE: "winner", figures.BLUE: "trained to the end", GREYS[0]: "stopped earlier"}, []
     for trial, color in colors.items():
         points = sorted({step: value for rung in done if rung.trial == trial for step, value in rung.curve}.items())

@@ -64,7 +64,10 @@ class Dimension:
         return min(int(value) if self.whole else value, self.high)
 
     def place_of(self, value: Any) -> float:
-        """Return the place in [0, 1] that :meth:`value_at` maps to ``value``, or the middle of several places."""
+        """Return the place in [0, 1] that :meth:`value_at` maps to ``value``, or the middle of several places.
+
+        Raises ValueError if ``value`` is not among the choices.
+        """
         if self.choices:
             texts, text = [*map(json.dumps, self.choices)], json.dumps(value)  # as texts, true differs from 1
             number = texts.index(text) if text in texts else self.choices.index(value)
@@ -110,7 +113,7 @@ class Sweep(CheckedFields, called="sweep setting"):
         self.list_dimensions()
 
     def list_dimensions(self) -> list[Dimension]:
-        """Return the hyperparameters and options that are varied.
+        """Return the hyperparameters and options that are varied, ordered by name.
 
         Raises UserError if the space is not JSON, if a name is unknown or must not be varied, or if a range is invalid.
         """
@@ -131,7 +134,10 @@ class Sweep(CheckedFields, called="sweep setting"):
         return self.sampler == "tpe" and self.count_points() > self.trials
 
     def list_parts(self) -> list[int]:
-        """Return for each rung the part of a run's steps at the rung's end: 27 stands for 1/27."""
+        """Return for each rung the part of a run's steps at the rung's end: 27 stands for 1/27.
+
+        The last number is 1.
+        """
         return [ETA**rung for rung in reversed(range(self.rungs))]
 
     def count_rungs(self) -> int:
@@ -142,7 +148,10 @@ class Sweep(CheckedFields, called="sweep setting"):
         return self.rungs + (-(-self.trials // WAVE) - 1 if self.is_adaptive() else 0)
 
     def describe_missing_trials(self, drawn: int) -> str:
-        """Return why a sweep draws fewer trials than requested, or "" if all trials are drawn."""
+        """Return why a sweep draws fewer trials than requested, or "" if all trials are drawn.
+
+        ``drawn`` is the number of trials that were drawn.
+        """
         if drawn == self.trials:
             return ""
         why = "other trials would be duplicates, or the hyperparameters' rules reject them"
@@ -152,6 +161,10 @@ class Sweep(CheckedFields, called="sweep setting"):
 
 
 def parse_dimension(name: str, given: Any) -> Dimension:
+    """Return the choices or the range of a hyperparameter or an option. ``given`` is the value in the space's JSON.
+
+    Raises UserError if the name is unknown or must not be varied, or if the choices or the range are invalid.
+    """
     if name in FIXED:
         raise UserError(f"space, {name}: must be the same for all trials; set it in the base")
     if name not in TYPES and not any(name.startswith(of) and name != of for of in OPTIONS):
@@ -188,7 +201,8 @@ def parse_dimension(name: str, given: Any) -> Dimension:
 def set_values(base: Hyperparameters, values: Mapping[str, Any]) -> Hyperparameters:
     """Return the base with values by the names of hyperparameters and options.
 
-    Raises UserError if the values do not fit.
+    An option's name is such as ``options.model.NAME``. Raises UserError if the hyperparameters' rules reject the
+    result.
     """
     changes, options = dict(values), base.parse_options()
     for name in values.keys() - TYPES.keys():
@@ -199,13 +213,19 @@ def set_values(base: Hyperparameters, values: Mapping[str, Any]) -> Hyperparamet
 
 
 def list_values(hp: Hyperparameters) -> dict[str, Any]:
-    """Return all hyperparameters and options by their names in a space."""
+    """Return all hyperparameters and given options by name in a space.
+
+    An option is ``options.model.NAME``, for example.
+    """
     given = hp.parse_options().items()
     return hp.to_dict() | {f"options.{of}.{option}": value for of, each in given for option, value in each.items()}
 
 
 def value_of(hp: Hyperparameters, name: str) -> Any:
-    """Return a hyperparameter, or an option of ``hp``, by its name in a space."""
+    """Return a hyperparameter, or an option of ``hp``, by its name in a space.
+
+    Raises KeyError if the option is not given.
+    """
     if name in TYPES:
         return getattr(hp, name)
     _, of, option = name.split(".", 2)
@@ -215,7 +235,7 @@ def value_of(hp: Hyperparameters, name: str) -> Any:
 def check_sweep(sweep: Sweep, base: Hyperparameters) -> None:
     """Raise UserError unless each choice and each end of a range fits the base, and trials can be compared.
 
-    With tpe also raises UserError if the extra ``sweep`` is not installed.
+    Also raises UserError if nothing is varied, or if tpe's extra ``sweep`` is not installed.
     """
     dimensions = sweep.list_dimensions()
     if not dimensions:
@@ -242,13 +262,14 @@ def draw_trials(sweep: Sweep, base: Hyperparameters, told: Mapping[Any, float | 
     """Return the first trials of a sweep, as hyperparameters.
 
     With qmc returns all trials, and with tpe the trials in ``told`` and a wave of up to nine more. All trials differ.
-    Trials that the hyperparameters' rules reject are skipped. A sweep with more trials draws the same trials and
-    others.
+    Trials that the hyperparameters' rules reject are skipped. If only the number of trials is raised, the same trials
+    come first. With tpe sets Optuna's log level.
 
     Args:
         sweep: The space, and the number of trials to draw.
         base: The hyperparameters of all trials that are not varied.
-        told: The values of trials, where less is better. None for failed trials.
+        told: The value of each trained trial by its hyperparameters, in the order of the draws. Less is better, and
+            None stands for a failed trial. Only tpe uses the values. An incomplete last wave is drawn again.
 
     Raises:
         UserError: The hyperparameters' rules reject all trials.
@@ -261,7 +282,10 @@ def draw_trials(sweep: Sweep, base: Hyperparameters, told: Mapping[Any, float | 
 
 
 def make_trials(sweep: Sweep, base: Hyperparameters, points: Iterable[list[Any]]) -> list[Hyperparameters | UserError]:
-    """Return the hyperparameters of each point of a space, or the error if the rules reject the point."""
+    """Return the hyperparameters of each point of a space, or the error if the rules reject the point.
+
+    A point has the values of all dimensions, ordered by name.
+    """
     names, made = [each.name for each in sweep.list_dimensions()], list[Hyperparameters | UserError]()
     for values in points:
         try:
@@ -272,9 +296,10 @@ def make_trials(sweep: Sweep, base: Hyperparameters, points: Iterable[list[Any]]
 
 
 def draw_evenly(sweep: Sweep) -> list[list[Any]]:
-    """Return the values of different points that cover the space evenly.
+    """Return the values of different points that cover the space evenly. Values are ordered by the dimension's name.
 
-    The number of points is the number of trials, or of combinations if less.
+    The number of points is the number of trials, or of combinations if less. If 65,536 draws give too few different
+    points, returns fewer points.
     """
     from scipy.stats import qmc  # takes half a second
 
@@ -291,7 +316,11 @@ def draw_evenly(sweep: Sweep) -> list[list[Any]]:
 def draw_with_tpe(
     sweep: Sweep, base: Hyperparameters, told: Mapping[Any, float | None]
 ) -> list[Hyperparameters | UserError]:
-    """Return the trials of all whole waves in ``told``, and the next wave."""
+    """Return the trials of all whole waves in ``told``, and the next wave. Trials that the rules reject are errors.
+
+    ``told`` has the value of each trained trial, in the order of the draws. If ``told`` has all trials, returns these
+    trials. Sets Optuna's log level.
+    """
     if len(told) >= sweep.trials:
         return [*told]
     before = dict(islice(told.items(), len(told) // WAVE * WAVE))
@@ -303,7 +332,8 @@ def draw_wave(
 ) -> list[Hyperparameters | UserError]:
     """Return up to nine trials that are not in ``before``, and the errors of trials that the rules reject.
 
-    Each wave has a new study and a new seed. Earlier waves need not be drawn again.
+    ``before`` has the values of the trials of earlier waves, less is better, None for failed trials. Each wave has a
+    new study and a new seed. Earlier waves need not be drawn again. Sets Optuna's log level.
     """
     import optuna
 
@@ -340,9 +370,10 @@ def list_places(sweep: Sweep) -> dict[str, Any]:
 
 
 def ask_tpe(sweep: Sweep, study: Any, places: Mapping[str, Any]) -> Iterator[list[Any]]:
-    """Yield the values that Optuna draws, and after TPE_DRAWS (36) draws the values of even points.
+    """Yield the values of TPE_DRAWS (36) points that Optuna draws, then of points that cover the space evenly.
 
-    Even points are needed because tpe repeats itself.
+    The same point may come again, because tpe repeats itself. The later points then help. ``study`` is Optuna's study,
+    and ``places`` are the distributions of :func:`list_places`. The iterator ends.
     """
     for _ in range(TPE_DRAWS):
         found = study.ask(places).params

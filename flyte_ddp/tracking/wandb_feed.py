@@ -27,9 +27,11 @@ WaitForEnd = Callable[[float], bool]  # waits up to this many seconds; returns w
 def feed_wandb(launcher: Connection[Any, Any]) -> int:
     """Open the wandb run, log records until training has ended, log the table of predictions, and close the run.
 
-    The launcher first sends the arguments of ``wandb.init``, the offset in metrics.jsonl where this attempt begins, and
-    whether to wait for a record. When training has ended, the launcher sends another message. The launcher receives
-    wandb's status: folder, url and reason of a failure.
+    ``launcher`` is the connection to the launching process. The launcher first sends the arguments of ``wandb.init``,
+    the offset in metrics.jsonl where this attempt begins, and whether to wait for a record. When training has ended,
+    the launcher sends another message. The launcher receives wandb's status: folder, url and reason of a failure. The
+    death of the launcher also counts as the end of training. Lowers this process's priority during training. Prints
+    tracebacks to stderr.
 
     Returns:
         The exit code: 0, NOTHING_RECORDED, or 1 for a failure.
@@ -82,10 +84,10 @@ def print_error(error: Exception) -> str:
 def open_wandb_run(
     arguments: dict[str, Any], wait_for_end: WaitForEnd, report_error: Callable[[Exception], None]
 ) -> wandb.Run:
-    """Open a wandb run, and retry after errors until training ends.
+    """Open a wandb run, and retry after errors until training ends, with pauses of 30 s.
 
-    Each error is passed to ``report_error``. After the end of training, and for an offline run, the error of a single
-    try is raised.
+    Each error is passed to ``report_error``, and wandb's service of this process is stopped. After the end of training,
+    the error of a last try is raised. An offline run has a single try.
     """
     import wandb
 
@@ -102,11 +104,9 @@ def open_wandb_run(
 
 
 def log_records(run: wandb.Run, records: Iterable[dict[str, Any]]) -> tuple[bool, bool]:
-    """Log records to the wandb run, and return whether training was completed, and whether predictions exist.
+    """Log records to the wandb run, and return whether an "end" record came, and whether the run makes predictions.
 
-    Also updates the run's config and summary. The step is a column of each row instead of log(step=...), because wandb
-    drops rows whose step is not above the last step. A train record and an evaluation record share a step, and a retry
-    resumes at an earlier step.
+    Also updates the run's config and summary. Removes keys from the records.
     """
     import numpy as np
     import wandb
@@ -121,7 +121,9 @@ def log_records(run: wandb.Run, records: Iterable[dict[str, Any]]) -> tuple[bool
             run.config.update(values, allow_val_change=True)  # type: ignore[no-untyped-call]
         elif kind in ("train", "evaluation", "record"):
             renamed = {} if kind == "record" else {"test_accuracy": "accuracy"}
-            # None stands for a value that was not finite.
+            # None stands for a value that was not finite. The step is a column instead of log(step=...), because wandb
+            # drops rows whose step is not above the last step. A train record and an evaluation record share a step,
+            # and a retry resumes at an earlier step.
             run.log({renamed.get(key, key): value for key, value in record.items() if value is not None})
         elif kind == "watch":
             histograms = {
@@ -138,7 +140,11 @@ def log_records(run: wandb.Run, records: Iterable[dict[str, Any]]) -> tuple[bool
 
 
 def follow_records(run_folder: Path, offset: int, wait_for_end: WaitForEnd) -> Iterator[dict[str, Any]]:
-    """Yield the records of metrics.jsonl from byte ``offset`` on, until training has ended and all records are read."""
+    """Yield the records of metrics.jsonl from byte ``offset`` on, until training has ended and all records are read.
+
+    Each ``next()`` may wait for a new record. Lines that are no JSON objects, and lines that were yielded before, are
+    skipped. ``wait_for_end`` waits up to the given seconds, and returns whether training has ended.
+    """
     first, pending, ended, inode = offset, b"", False, None
     yielded: set[int] = set()  # hashes of lines; any two lines differ in their time
     while not ended:
@@ -161,7 +167,10 @@ def follow_records(run_folder: Path, offset: int, wait_for_end: WaitForEnd) -> I
 
 
 def open_run_file(run_folder: Path, name: str) -> BinaryIO:
-    """Open a file of the run for reading: in ``unfinished/`` during training, else in the run folder."""
+    """Open a file of the run for reading: in ``unfinished/`` during training, else in the run folder.
+
+    Raises FileNotFoundError if neither folder has the file.
+    """
     try:
         return (run_folder / UNFINISHED / name).open("rb")
     except FileNotFoundError:

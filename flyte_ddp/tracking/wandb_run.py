@@ -33,7 +33,8 @@ def log_to_wandb(
 
     Does nothing if wandb is disabled. If the child process cannot be started, prints the reason to stderr. At the end
     waits up to ``settings.wandb_timeout`` seconds for the child, or up to 5 s after a StoppedError, and then kills the
-    child. With ``on_first_record`` the wandb run is opened only when the user's function records something.
+    child. If an online run is not open yet, the limit is a quarter of this time. Prints the location of the run to
+    stderr. With ``on_first_record`` the wandb run is opened only when the user's function records something.
     """
     process, seconds = None, settings.wandb_timeout
     if settings.wandb_mode != "disabled":
@@ -52,6 +53,7 @@ def log_to_wandb(
 
 
 def make_init_arguments(run_folder: Path, settings: Settings, hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``wandb.init``. Without ``settings.wandb_run_id``, the run's id is random."""
     return {
         "dir": str(run_folder.absolute()),
         "mode": settings.wandb_mode,
@@ -78,7 +80,9 @@ def make_init_arguments(run_folder: Path, settings: Settings, hyperparameters: M
 class WandbProcess:
     """The child process that runs wandb for a run folder, started at once. Call :meth:`finish` in a ``finally``.
 
-    With ``on_first_record`` the wandb run is opened only when the user's function records something.
+    The constructor creates the folder ``wandb`` in the run folder, and raises OSError, ValueError or TypeError if the
+    process cannot be started. With ``on_first_record`` the wandb run is opened only when the user's function records
+    something.
     """
 
     def __init__(
@@ -115,9 +119,10 @@ class WandbProcess:
     def finish(self, seconds: float) -> None:
         """Notify the child that training has ended, wait for the exit, and print the location of the run to stderr.
 
-        Kills the child after ``seconds``. If an online run is not open yet, the limit is OPEN_SHARE (a quarter) of
-        ``seconds``. If an opened run was not sent and ``settings.wandb_kept_at`` is set, writes the name of the run's
-        folder to ``wandb/unsent``.
+        Kills the child and its processes after ``seconds``. If an online run is not open yet, the limit is OPEN_SHARE
+        (a quarter) of ``seconds``. If an opened run was not sent and ``settings.wandb_kept_at`` is set, writes the name
+        of the run's folder to ``wandb/unsent``. If the child waited for a record in vain, prints nothing, and removes
+        an empty folder ``wandb``.
         """
         start = time.monotonic()
         with suppress(OSError):  # the child may have ended
@@ -150,6 +155,7 @@ class WandbProcess:
                 unsent.write_text(Path(self.status["folder"]).name)
 
     def remove_empty_folder(self) -> None:
+        """Remove the folder ``wandb`` unless it has files with content."""
         log = self.folder / LOG
         with suppress(OSError):  # the folder has other files
             if not log.stat().st_size:
@@ -177,6 +183,10 @@ class WandbProcess:
 
 
 def wandb_environment(folder: Path) -> dict[str, str]:
+    """Return this process's environment for the child, without wandb's error reports. wandb's data go into ``folder``.
+
+    White space at the ends of the API key is removed.
+    """
     # A Kubernetes secret made ``--from-file`` ends with a newline, which wandb rejects.
     key = os.environ.get("WANDB_API_KEY", "").strip()
     ours = {"WANDB_ERROR_REPORTING": "false", "WANDB_DATA_DIR": str(folder)}

@@ -74,6 +74,10 @@ class ItemMeasurer:
     dimensions: list[dict[str, int]]  # number of dimensions by leaf, of inputs and of targets, in training sample 0
 
     def measure_items(self, samples: Sequence[int]) -> PartProfile:
+        """Read samples by number, without augmentation, and return their counts and problems.
+
+        Raises UserError if a sample's leaves have other names or dimensions than training sample 0.
+        """
         read = [self.items.read_item(sample, 0, None) for sample in samples]
         names = [f"{NAMES[self.items.side]} sample {sample}" for sample in samples]
         inputs, targets = (
@@ -96,8 +100,17 @@ def measure_item_set(
 ) -> list[Compared]:
     """Add all samples of training and test split to the profile, and return numbers, labels and digests of each split.
 
-    Items on demand are read in loader processes, and some items are read twice. ``name_of(split, sample)`` names a
-    sample in messages. Raises UserError if an item differs when read again, or has other leaves than training sample 0.
+    Also sets the kind and shape of the targets. Items on demand are read in loader processes, or in this process
+    outside Linux. A few items of each split are read twice.
+
+    Args:
+        data: Arrays, or a set on demand.
+        profile: The profile to complete.
+        settings: The setting ``loaders`` is the number of processes, by default one per core.
+        name_of: Returns the name of a sample for messages, from "training" or "test" and the sample's number.
+
+    Raises:
+        UserError: An item cannot be read, differs when read again, or has other leaves than training sample 0.
     """
     assert not isinstance(data, EncodedSet)
     if not isinstance(data, OnDemandSet):
@@ -133,6 +146,11 @@ def measure_item_set(
 
 
 def measure_arrays(data: PreparedSet, side: str, profile: DataProfile) -> Iterator[PartProfile]:
+    """Yield the counts and problems of a side, "train" or "test", in parts of up to 4,096 samples.
+
+    ``profile`` gives kind of targets and classes. If the rows were kept, their columns are counted instead of the
+    inputs.
+    """
     assert isinstance(data, SampleArrays)
     inputs, targets = (name_leaves(getattr(data, f"{side}_{kind}")) for kind in ("inputs", "targets"))
     samples: int = getattr(data, f"{side}_samples")
@@ -150,7 +168,10 @@ def measure_arrays(data: PreparedSet, side: str, profile: DataProfile) -> Iterat
 
 
 def describe_read_rows(data: SampleArrays, side: str) -> dict[str, NDArray[Any]]:
-    """Return the columns of the rows as they were read, without texts that differ in most of the training rows."""
+    """Return the columns of a side's rows as they were read, or {} if the rows were not kept.
+
+    Texts that differ in most of the training rows are skipped.
+    """
     rows = data.load_rows(side)
     if rows is None:
         return {}
@@ -172,7 +193,8 @@ def add_split(
 ) -> Compared:
     """Add the parts of a split's samples to the profile, and return the samples' numbers, labels and digests.
 
-    ``name_of(split, sample)`` names a sample in messages.
+    ``split`` is "training" or "test". At least one part is needed. ``name_of(split, sample)`` names a sample in
+    messages.
     """
     compared = list[Compared]()
     counts: SplitProfile = getattr(profile, split)
@@ -195,7 +217,10 @@ def add_split(
 
 
 def leaf_to_array(leaf: Any) -> NDArray[Any]:
-    """Return a leaf as an array. A leaf that NumPy cannot hold as numbers or texts becomes an object array []."""
+    """Return a leaf as an array.
+
+    If NumPy cannot hold the leaf as numbers or texts, the array has one object and no axis.
+    """
     try:
         found = np.asarray(leaf)
     except (TypeError, ValueError):
@@ -240,8 +265,14 @@ def measure_leaves(
 ) -> PartProfile:
     """Return the counts and problems of n samples, from leaves of inputs and targets by name.
 
-    ``kind`` is the kind of targets, and ``classes`` the number of named classes. ``columns`` are names of the inputs'
-    columns by leaf. Without ``with_numbers`` the numbers of the inputs are not counted.
+    Args:
+        samples: The numbers of the samples [n].
+        inputs: The leaves of the inputs by name: an array [n, ...], or a list of n arrays.
+        targets: The leaves of the targets by name, in the same form.
+        kind: The kind of targets. Every kind but OTHERS needs a single leaf.
+        classes: The number of named classes.
+        columns: The names of the inputs' columns by leaf.
+        with_numbers: Whether the numbers of the inputs are counted.
     """
     by_leaf, not_finite = dict[str, Counter[str]](), dict[int, str]()
     for side, named in (("inputs", inputs), ("targets", targets)):
@@ -277,6 +308,7 @@ def reduce_samples(values: Values, function: Callable[[NDArray[Any]], Any]) -> N
 
 
 def mean_or_zero(rows: NDArray[Any]) -> NDArray[np.float64]:
+    """Return the mean of each row [n] of ``rows`` [n, k], or 0 for rows without numbers."""
     with np.errstate(all="ignore"):
         return np.asarray(rows.sum(1, np.float64) / max(1, rows.shape[1]))
 
@@ -284,6 +316,15 @@ def mean_or_zero(rows: NDArray[Any]) -> NDArray[np.float64]:
 def count_leaf(
     name: str, values: Values, columns: Sequence[str] = (), *, with_numbers: bool
 ) -> dict[str, Counter[str]]:
+    """Return the number of samples by the values of each statistic of a leaf, such as "types of inputs".
+
+    Args:
+        name: The leaf's name in the names of the statistics.
+        values: The leaf of n samples.
+        columns: The names of the leaf's columns. If empty, columns are numbered.
+        with_numbers: Whether to count ranges of numbers: of up to COLUMNS (64) columns, or else of the means of
+            samples.
+    """
     if isinstance(values, np.ndarray):
         counts = {f"types of {name}": Counter({describe_array(values.dtype, values.shape[1:]): len(values)})}
     else:
@@ -311,6 +352,7 @@ def digest_samples(samples: int, leaves: Sequence[Values]) -> NDArray[np.int64]:
 
 
 def digest_leaves(leaves: Sequence[Any]) -> int:
+    """Return a digest of the leaves' shapes and bytes as a signed number of 64 bits. Types of numbers do not count."""
     digest = hashlib.blake2b(digest_size=8)  # two of a million samples collide with probability 3e-8
     for leaf in leaves:
         value = np.asarray(leaf)
@@ -320,7 +362,11 @@ def digest_leaves(leaves: Sequence[Any]) -> int:
 
 
 def count_targets(values: Values, kind: str) -> Counter[str]:
-    """Return the number of samples by class, label, range of the first number or range of tokens, as in ``kind``."""
+    """Return the number of samples by target, as text.
+
+    The ``kind`` decides what is counted. CLASSES, MASKS and LABELS: the samples of each class number. NUMBERS: the
+    samples of each range of the first number. Otherwise: the samples with a token in each range.
+    """
     if kind == CLASSES:
         return Counter(map(str, np.array(values).tolist()))
     if kind == MASKS:
@@ -336,7 +382,11 @@ def count_targets(values: Values, kind: str) -> Counter[str]:
 
 
 def find_unnamed(samples: Sequence[int], values: Values, classes: int) -> dict[str, int]:
-    """Return the smallest and largest class number or token outside 0..classes-1, each with a sample's number."""
+    """Return the smallest and largest class number or token that is not in 0..classes-1, each with a sample's number.
+
+    ``samples`` are the numbers of the samples, and ``values`` their class numbers or tokens. Ignored tokens are
+    skipped. Returns {} if all are in the range.
+    """
     lowest = reduce_samples(values, lambda rows: np.where(rows == IGNORED_TOKEN, 0, rows).min(1, initial=0))
     highest = reduce_samples(values, lambda rows: rows.max(1, initial=0))
     ends = {str(lowest.min()): int(lowest.argmin()), str(highest.max()): int(highest.argmax())}
@@ -344,7 +394,10 @@ def find_unnamed(samples: Sequence[int], values: Values, classes: int) -> dict[s
 
 
 def describe_range(number: float) -> str:
-    """Return the range between powers of two around a number, such as "4 to 8", or "nan" if unknown."""
+    """Return the range between powers of two around a number, such as "4 to 8" from 4 to below 8.
+
+    Negative numbers give, for example, "-8 to -4". Other texts are "0", "inf", "-inf" and "nan".
+    """
     if not math.isfinite(number) or number == 0:
         return f"{number:g}"
     power = math.frexp(abs(number))[1]
@@ -353,6 +406,10 @@ def describe_range(number: float) -> str:
 
 
 def count_ranges(numbers: NDArray[Any]) -> Counter[str]:
+    """Return how many numbers are in each range between powers of two, by the range's text.
+
+    A text is a result of :func:`describe_range`, such as "4 to 8", "0" or "nan".
+    """
     values = numbers.astype(np.float64)
     usual = np.isfinite(values) & (values != 0)
     edges = np.where(usual, np.copysign(np.ldexp(0.5, np.frexp(values)[1]), values), values)  # the end nearer to 0

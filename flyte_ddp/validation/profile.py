@@ -46,6 +46,7 @@ class DataProfile(DataClassJsonMixin):
 
 
 def render_profile(profile: DataProfile, dataset: str, warnings: list[str]) -> str:
+    """Return the HTML page of a profile. ``dataset`` is the title, and ``warnings`` come first."""
     facts = [("Warning", warning) for warning in warnings]
     called = {NUMBERS: "ranges of numbers", TOKENS: "ranges of tokens"}.get(profile.targets, "classes")
     for name, split in {"Training": profile.training, "Test": profile.test}.items():

@@ -49,7 +49,8 @@ AHEAD = 512  # images that are read or decoded at a time
 def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfile:
     """Read and decode all samples of a prepared data set, and return the profile.
 
-    ``settings.loaders`` is the number of decoding threads, or of processes for items on demand.
+    Runs the user's code for items on demand. ``settings.loaders`` is the number of decoding threads, or of processes
+    for items on demand. The default is one per core.
 
     Raises:
         UserError: The data set is damaged, or a sample cannot be read, lacks image or label, or changes when read
@@ -80,7 +81,10 @@ def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfi
 
 
 def sample_numbers(data: EncodedSet, split: str) -> Indices:
-    """Return the numbers of a split's samples, each once. The split is "test", or "training" with validation."""
+    """Return the numbers of a split's samples, each once.
+
+    The split is "test" or "training". The training split includes validation, but no test samples.
+    """
     order = order_test_split(data)
     tests = order.samples(slice(0, len(order)))
     if split == "test":
@@ -90,6 +94,12 @@ def sample_numbers(data: EncodedSet, split: str) -> Indices:
 
 
 def measure_encoded_images(source: ImageReader, numbers: Indices, classes: int, threads: int) -> Iterator[PartProfile]:
+    """Yield the counts and problems of the images with these ``numbers``, in parts of up to AHEAD (512) images.
+
+    ``threads`` threads decode images ahead. ``classes`` is the number of named classes. Undecodable images are recorded
+    in the part.
+    """
+
     def measure_image(number: int, encoded: Encoded) -> tuple[int, int, int, tuple[str, ...], str]:
         """Return number, label, digest, values of STATISTICS, and why decoding failed, or "" for no failure."""
         try:
@@ -118,10 +128,11 @@ def measure_encoded_images(source: ImageReader, numbers: Indices, classes: int, 
 
 
 def add_equal_samples(profile: DataProfile, compared: Sequence[Compared], name_of: Callable[[str, int], str]) -> None:
-    """Add duplicates and conflicts to the profile.
+    """Add numbers and examples of duplicates and conflicts to the profile.
 
-    ``compared`` is of the training split, then of the test split. ``name_of(split, sample)`` names a sample in
-    messages.
+    A duplicate is a test sample with the inputs of a training sample. A conflict is a sample with the inputs of a
+    sample with another label. Numbers, tokens and other targets have no conflicts. ``compared`` is of the training
+    split, then of the test split. ``name_of(split, sample)`` names a sample in messages.
     """
     numbers, labels, digests = (np.concatenate(pair) for pair in zip(*compared, strict=True))
     in_test = np.arange(len(numbers)) >= len(compared[0].numbers)
@@ -154,7 +165,8 @@ def add_equal_samples(profile: DataProfile, compared: Sequence[Compared], name_o
 def check_profile(profile: DataProfile, hp: Hyperparameters, *, max_duplicates: float, max_conflicts: float) -> None:
     """Raise UserError if a data set should not be trained on.
 
-    The error has a line for each problem, with examples and a remedy.
+    The error has a line for each problem, with examples and a remedy. ``max_duplicates`` is a share of the test
+    samples, and ``max_conflicts`` a share of all samples.
     """
     what = profile.compared
     # User-defined objectives of samples other than images may need no classes. Otherwise training reports it.
@@ -206,10 +218,10 @@ class Difference(NamedTuple):
 def find_differences(profile: DataProfile, champion: DataProfile, least: float = SHIFT) -> Iterator[Difference]:
     """Yield the differences from the champion's data in at least a share ``least`` of the samples, with p < 0.001.
 
-    The share is the total variation distance of the two distributions. A sample may have several labels, classes of a
-    mask, or tokens. Their share is the largest change of a value's share of samples. The p-value is of Pearson's
-    chi-squared test (Bonferroni over the statistics of the inputs, or over all labels). Other classes, and new or
-    missing statistics, have the share 1.
+    Statistics of both splits are compared. The share is the total variation distance of the two distributions. A sample
+    may have several labels, classes of a mask, or tokens. Then the share is the largest change of a value's share of
+    samples. The p-value is of Pearson's chi-squared test (Bonferroni over the statistics of the inputs, or over all
+    labels). Other classes, and new or missing statistics, have the share 1.
     """
     ours, theirs = profile.training.statistics, champion.training.statistics
     statistics = [statistic for statistic in ours if statistic in theirs]
