@@ -143,7 +143,7 @@ def choose_side(image_size: int, weights: PretrainedWeights | None) -> int:
 def find_weights(model: str, init_from: str) -> PretrainedWeights | None:
     """Return the published weights that ``init_from`` names as ``torchvision:NAME``.
 
-    Returns None for any other ``init_from``.
+    The name DEFAULT stands for the model's best weights. Returns None for any other ``init_from``.
 
     Raises:
         UserError: The model is not a torchvision model, or has no weights of this name.
@@ -166,9 +166,10 @@ def find_weights(model: str, init_from: str) -> PretrainedWeights | None:
 
 
 def check_select_by(select_by: str, objective: str, classes: int = 2) -> None:
-    """Raise UserError unless a built-in objective has the measure ``select_by``.
+    """Raise UserError unless a built-in objective has the measure ``select_by``, which may also be "loss".
 
-    ``classes`` is the number of classes. User-defined objectives are not checked.
+    ``classes`` is the number of classes. With more than two, measures of two classes are rejected. User-defined
+    objectives are not checked.
     """
     if objective in MEASURES:
         unfit = OF_TWO_CLASSES if objective == "classification" and classes > 2 else ()
@@ -182,7 +183,7 @@ def check_select_by(select_by: str, objective: str, classes: int = 2) -> None:
 
 
 def parse_threshold(text: str) -> tuple[str, float]:
-    """Return a threshold's rule ("f1", "recall", "cost" or "fixed") and its number.
+    """Return a threshold's rule ("f1", "recall", "cost" or "fixed") and its number (0 for "f1").
 
     Raises:
         UserError: ``text`` is none of f1, recall=R, cost=C and a probability.
@@ -205,7 +206,8 @@ def parse_threshold(text: str) -> tuple[str, float]:
 def check_positives(threshold: str, positive: str, positives: int) -> None:
     """Raise UserError if ``threshold`` is fitted on a validation split without positive samples.
 
-    ``positive`` is the name of the positive class, and ``positives`` is the number of its samples.
+    A probability is not fitted. ``positive`` is the name of the positive class, and ``positives`` is the number of its
+    samples.
     """
     if not positives and parse_threshold(threshold)[0] != "fixed":
         raise UserError(

@@ -327,7 +327,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
             raise UserError(contradiction)
 
     def own_code(self, *left_out: str) -> tuple[str, ...]:
-        """Return each user-defined ``package.module:callable`` once.
+        """Return each user-defined ``package.module:callable`` of the fields and of ``options`` once.
 
         ``left_out`` names fields to skip.
         """
@@ -338,7 +338,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         return tuple(dict.fromkeys(value for value in values if ":" in value and not catalog.encoded_kind(value)))
 
     def parse_options(self) -> dict[str, dict[str, Any]]:
-        """Return ``options`` as keyword arguments under "model" and "objective".
+        """Return ``options`` as keyword arguments under "model" and "objective". A missing key has no options.
 
         Raises:
             UserError: ``options`` is not a JSON object of this form, or has a number written as text.
@@ -395,6 +395,10 @@ def check_class_weights(text: str) -> None:
 
 
 def refuse_callables_of_torch(hp: Hyperparameters) -> None:
+    """Raise UserError if a hyperparameter names a callable of the package torch, such as torch.nn:MSELoss.
+
+    Such callables need other arguments than user-defined callables get.
+    """
     for field in dataclasses.fields(hp):
         value = getattr(hp, field.name)
         if field.metadata["own"] and ":" in value and value.partition(":")[0].partition(".")[0] == "torch":
@@ -405,6 +409,7 @@ def refuse_callables_of_torch(hp: Hyperparameters) -> None:
 
 
 def check_batch_size(batch_size: int, accumulation_steps: int, num_ranks: int) -> None:
+    """Raise UserError if ``batch_size`` has less than a sample for each rank and accumulation step."""
     if batch_size < num_ranks * accumulation_steps:
         raise UserError(
             f"batch_size={batch_size}: must be at least ranks x accumulation_steps = "
@@ -413,7 +418,7 @@ def check_batch_size(batch_size: int, accumulation_steps: int, num_ranks: int) -
 
 
 def find_unfit_loading(hp: Hyperparameters) -> Iterator[str]:
-    """Yield an error message for each loading field that does not fit the data set's kind."""
+    """Yield an error message for each field of data loading that does not fit the data set's kind."""
     kind = catalog.encoded_kind(hp.dataset)
     unfit = f"not supported for dataset={short_repr(hp.dataset)}"
     if hp.augment in (("crop", "crop_flip") if kind else ("resized_crop",)):
@@ -435,6 +440,10 @@ def find_unfit_loading(hp: Hyperparameters) -> Iterator[str]:
 
 
 def find_contradictions(hp: Hyperparameters) -> Iterator[str]:
+    """Yield an error message for each pair of fields that exclude each other.
+
+    Also yields a message for a ``grad_clip_norm`` between -1 and 0.
+    """
     if hp.nesterov and hp.optimizer == "sgd" and hp.momentum == 0:
         yield "nesterov=True: needs momentum above 0; set momentum or nesterov=false"
     if hp.warmup_steps and ":" in hp.schedule:

@@ -84,7 +84,7 @@ class OutOfMemoryError(RankError):
 class StoppedError(click.ClickException, RuntimeError):
     """A signal stopped the run.
 
-    ``signal`` is the name of the signal. ``step`` is as in :func:`describe_resumption`.
+    ``signal`` is the name of the signal. ``step`` is the newest checkpoint's step (0: no checkpoint, None: unknown).
     """
 
     def __init__(self, signal: str, step: int | None = 0) -> None:

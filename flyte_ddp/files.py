@@ -56,6 +56,9 @@ def atomic_write(path: Path, *, durable: bool = True, create: bool = False) -> I
 def replace_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     """Yield a file that replaces ``path`` when the block succeeds.
 
+    If the block fails, ``path`` is unchanged. Creates missing folders. ``durable`` flushes the content to disk (fsync)
+    first.
+
     Raises:
         UserError: The file cannot be written.
     """
@@ -67,7 +70,8 @@ def replace_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
 def explain_write_errors(path: Path, other: str = "choose another folder") -> Iterator[None]:
     """Turn an OSError of the block into a UserError with the reason and two fixes.
 
-    The block must only write ``path``. The first fix depends on the reason, and the second fix is ``other``.
+    Does the same with a RuntimeError that an OSError has caused, as in torch.save. The block must only write ``path``.
+    The first fix depends on the reason, and the second fix is ``other``.
     """
     try:
         yield
@@ -118,9 +122,9 @@ def file_digest(path: Path) -> str:
 
 
 def list_files(folder: Path) -> list[Path]:
-    """Return the files below a folder, sorted.
+    """Return the files below a folder, also hidden files, sorted. If the folder does not exist, returns [].
 
-    Skips folders that vanish meanwhile, for which ``rglob`` may raise.
+    Links to folders are not followed. Skips folders that vanish meanwhile or cannot be read.
     """
     return sorted(path for root, _, names in os.walk(folder) for name in names if (path := Path(root, name)).is_file())
 
@@ -128,7 +132,8 @@ def list_files(folder: Path) -> list[Path]:
 def file_version(path: Path) -> tuple[int, int, int] | None:
     """Return a file's inode, modification time (ns) and size, or None if the file does not exist.
 
-    After a change of the file, at least one of the three differs.
+    After a change of the file, at least one of the three differs. The exception is a change to the same size within one
+    tick of the file system's clock.
     """
     try:
         found = path.stat()

@@ -25,7 +25,11 @@ class Hardware(World):
 
 
 def detect_hardware(hp: Hyperparameters) -> Hardware:
-    """Return the Hardware of a run whose ranks are all on this machine."""
+    """Return the Hardware of a run whose ranks are all on this machine.
+
+    Raises:
+        UserError: The machine lacks the GPUs or the bf16 that ``hp`` requires, or ``hp`` does not fit the ranks.
+    """
     world = detect_world(request_ranks(hp))
     return choose_hardware(hp, world, bf16_support(world.device_type))
 
@@ -37,7 +41,8 @@ def request_ranks(hp: Hyperparameters) -> Request:
 def check_requested_resources(hp: Hyperparameters, nodes: int = 1, ranks: int = 0, capacity: int = 0) -> None:
     """Raise UserError if the GPUs requested for training pods (FLYTE_DDP_GPUS) do not fit ``hp``.
 
-    Does nothing if FLYTE_DDP_GPUS is not set.
+    Also raises UserError if the number of ranks, the batch size or the strategy does not fit. Does nothing if
+    FLYTE_DDP_GPUS is not set.
 
     Args:
         hp: The hyperparameters.
@@ -70,6 +75,10 @@ def choose_hardware(hp: Hyperparameters, world: World, bf16: Bf16) -> Hardware:
     """Return the Hardware of a run on the ranks of ``world``, without any ``auto``.
 
     ``bf16`` is the lowest support among the devices.
+
+    Raises:
+        UserError: The batch size is too small for the ranks, a device has no bf16, or the ranks cannot use shared
+            memory.
     """
     device_type = world.device_type
     check_batch_size(hp.batch_size, hp.accumulation_steps, world.num_ranks)

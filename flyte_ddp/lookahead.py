@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 def start_ahead(start: Callable[[Item], Started], items: Iterable[Item], ahead: int) -> Iterator[Started]:
     """Yield ``start(item)`` of each item in order.
 
-    Before each yield, calls ``start`` for up to ``ahead`` later items.
+    Before each yield, calls ``start`` for up to ``ahead`` later items. Calls nothing before the first ``next()``.
     """
     started: deque[Started] = deque()
     for item in items:
@@ -35,8 +35,9 @@ def map_in_threads(
 ) -> Iterator[Iterator[Result]]:
     """Yield an iterator over ``function(item)`` of each item in order, computed by ``threads`` threads.
 
-    While the iterator waits for a result, up to ``ahead`` later calls (default 2 * threads - 1) are started. The end of
-    the block cancels calls that have not begun, and does not wait for running calls.
+    While the iterator waits for a result, up to ``ahead`` later calls (default 2 * threads - 1) are started. An
+    exception of a call is raised when the iterator reaches its result. Each thread first calls ``initializer``. The end
+    of the block cancels calls that have not begun, and does not wait for running calls.
     """
     pool = ThreadPoolExecutor(threads, initializer=initializer)
     number = 2 * threads - 1 if ahead is None else ahead

@@ -50,7 +50,10 @@ class Progress:
             yield lambda _: None
 
     def print_note(self, text: str) -> None:
-        """Print a text on a separate line, above the bar, unless progress is off."""
+        """Print a text to stderr on a separate line, above the bar, unless progress is off.
+
+        If the text cannot be written, turns progress off.
+        """
         text = escape_controls(text)
         with self._turn_off_on_failure():
             if self._mode == "bar":
@@ -111,6 +114,10 @@ class StepProgress(Progress):
             self._show_last_step()
 
     def print_evaluation(self, record: Mapping[str, Any], measure: str = "accuracy") -> None:
+        """Print the measures of the validation and test splits in an evaluation's record.
+
+        Prints the main measure ``measure`` and the loss.
+        """
         results = []
         for split in ("validation", "test"):
             if f"{split}_loss" in record:
@@ -132,6 +139,7 @@ class StepProgress(Progress):
         return time.monotonic() - self._start
 
     def _show_last_step(self) -> None:
+        """Show the last step, and set when the next step is due."""
         now = self._elapsed()
         self._next = now + 0.1 if self._mode == "bar" else max(1.3 * now, now + 2.0)
         self._is_shown = True
@@ -150,6 +158,10 @@ class StepProgress(Progress):
                 self._bar.update(self._last_step - self._bar.n)
 
     def _describe_step(self, now: float) -> str:
+        """Return the last step, its values, the speed and the remaining time as text.
+
+        ``now`` is the time since the start in seconds.
+        """
         began, first_step = self._first or (now, self._last_step)
         done, seconds = self._last_step - first_step, now - began  # without start-up and the steps before a resume
         rate, left = [], []

@@ -67,6 +67,7 @@ def event(**values: Any) -> None:
 
 
 def require_result_name(name: str) -> None:
+    """Raise UserError unless ``name`` is a path below ``results/``, without hidden parts, and not ``events.jsonl``."""
     path = PurePosixPath(name)
     wrong = not path.parts or str(path) != name or path.is_absolute() or "\\" in name or not name.isprintable()
     if wrong or any(part.startswith(".") for part in path.parts) or path.parts[0] == EVENTS:
@@ -78,9 +79,10 @@ def require_result_name(name: str) -> None:
 
 @contextmanager
 def deliver_results(deliver: Deliver, rank: int) -> Iterator[None]:
-    """Let :func:`submit` and :func:`event` call ``deliver`` during the block.
+    """Let :func:`submit` and :func:`event` of this process call ``deliver`` during the block.
 
-    The setting is global for this process.
+    Each event gets the entry ``rank``. In forked child processes, the two functions do nothing. Blocks cannot be
+    nested, because the end of a block ends all delivery.
     """
     global _delivery  # noqa: PLW0603 (a property of the process, as its rank is)
     _delivery = (os.getpid(), rank, deliver)
@@ -91,13 +93,14 @@ def deliver_results(deliver: Deliver, rank: int) -> Iterator[None]:
 
 
 def split_into_pieces(send: Deliver) -> Deliver:
-    """Return a function that passes events to ``send`` unchanged, and results in pieces.
+    """Return a function that passes events to ``send`` unchanged, and results in pieces of up to 4 MiB.
 
-    The pieces are arguments of :meth:`ResultWriter.write_file`.
+    The pieces are arguments of :meth:`ResultWriter.write_file`. The returned function may be called in any thread.
     """
     sending = threading.Lock()  # pieces of two results must not mix
 
     def send_in_pieces(kind: str, **values: Any) -> None:
+        """Call ``send`` once with an event, or for each piece of a result."""
         if kind != "result":
             send(kind, **values)
             return
@@ -123,7 +126,8 @@ class ResultWriter:
     def write(self, kind: str, **values: Any) -> None:
         """Write a file (kind "result") or append an event (kind "event"), in any thread.
 
-        For the values of a file see :meth:`write_file`. The value of an event is its ``record``.
+        The values of a file are the arguments of :meth:`write_file`. The value of an event is its ``record``. Waits
+        without a limit for the lock of the events. If writing fails, prints the first failure, and raises nothing.
         """
         try:
             if kind == "result":
@@ -138,9 +142,14 @@ class ResultWriter:
             self.failed = True
 
     def write_file(self, name: str, content: bytes, offset: int = 0, is_last: bool = True) -> None:
-        """Write a whole file, or the next piece of a file.
+        """Write a whole file, or the next piece of a file, into ``results/``.
 
-        If a piece cannot be written, the whole file is dropped.
+        ``offset`` is the piece's place in bytes. Until the last piece, the file has a temporary name. If a piece cannot
+        be written, the whole file is dropped.
+
+        Raises:
+            UserError: The name is not allowed, leads out of ``results/``, or a whole file cannot be written.
+            OSError: A piece cannot be written.
         """
         require_result_name(name)
         path = self.folder / name

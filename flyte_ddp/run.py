@@ -59,8 +59,8 @@ def run_training(
     """Train a model on all ranks, and return the paths of the files and the report.
 
     Locks the run folder and writes all files into it. If the folder has an interrupted run, resumes from its
-    checkpoint. Replaces the files of an earlier run only when all new files are complete. Kills a single rank's child
-    processes at the end.
+    checkpoint. Replaces the files of an earlier run only when all new files are complete. If the only rank runs in this
+    process, kills at the end the processes that were started during the run.
 
     At the end waits up to 60 s for the copy of ``results/`` to ``settings.results_copy``, and up to
     ``settings.wandb_timeout`` seconds for wandb. After SIGTERM the limits are 3 s and 5 s.
@@ -100,9 +100,10 @@ def run_part(
 ) -> Result | None:
     """Train as :func:`run_training` does, and stop after 1 / ``steps_divisor`` of the steps.
 
-    The next call resumes at this step. The position of the stops changes no bit of the run. If the run has not ended,
-    returns None. Then ``unfinished`` has the checkpoint, and ``rung.json`` has the step and the ``select_by`` measure
-    of the validation split.
+    The next call in the same folder resumes at this step. The position of the stops changes no bit of the run. If the
+    run has not ended, returns None. Then ``unfinished`` has the checkpoint, and ``rung.json`` has the step and the
+    ``select_by`` measure of the validation split. Effects, waits and exceptions are the same as of
+    :func:`run_training`.
     """
     # Imported here so that importing this module stays cheap for command-line start-up.
     from flyte_ddp.report import report
@@ -160,6 +161,7 @@ def run_part(
 
 
 def read_result(folder: Path) -> Result:
+    """Return the Result of a finished run's folder, with all measures that its model.json lists."""
     model, sidecar, metrics, report = (folder / name for name in (WEIGHTS, SIDECAR, METRICS, REPORT))
     found = json.loads(sidecar.read_bytes())["metrics"]
     measures = {

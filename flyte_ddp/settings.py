@@ -110,8 +110,11 @@ def allowed_addresses() -> tuple[str, ...]:
 def nameable_modules() -> tuple[str, ...] | None:
     """Return the modules whose functions hyperparameters may name (FLYTE_DDP_MODULES).
 
-    The modules of the project may be named in any case. If the variable is not set, returns None, and all modules may
-    be named.
+    The user's modules may always be named, and are not in the result.
+
+    Returns:
+        The names of the modules. Empty if the variable is ".", so only the user's modules may be named. None if the
+            variable is not set, so all modules may be named.
 
     Raises:
         UserError: A name is not a module name, or is in Python's standard library.
@@ -129,12 +132,20 @@ def nameable_modules() -> tuple[str, ...] | None:
 
 
 def read_text(name: str) -> str:
-    """Return the value of an environment variable, else its default in variables.toml, else "" (no default)."""
+    """Return the value of an environment variable, else its default in variables.toml, else "" (no default).
+
+    An empty variable counts as not set. A name that is not in variables.toml raises KeyError.
+    """
     default = read_variable_table()[name].default
     return os.environ.get(name) or ("" if default.startswith("(") else default)
 
 
 def read_choice(name: str, choices: tuple[str, ...]) -> str:
+    """Return the value of an environment variable, or its default.
+
+    Raises:
+        UserError: The value is not empty, and is not one of ``choices``.
+    """
     value = read_text(name)
     if value and value not in choices:
         raise UserError(f"{name}={value!r}: choose one of {', '.join(choices)}")
@@ -142,10 +153,12 @@ def read_choice(name: str, choices: tuple[str, ...]) -> str:
 
 
 def read_number(name: str, at_least: float = 0.0) -> float:
-    """Return the number in an environment variable, or its default if not set.
+    """Return the number in an environment variable, or its default in variables.toml.
+
+    An empty variable counts as not set. A name that is not in variables.toml raises KeyError.
 
     Raises:
-        UserError: The number is not finite, or is below ``at_least``.
+        UserError: The text is not a number, or the number is not finite or is below ``at_least``.
     """
     text = read_text(name)
     try:
@@ -158,6 +171,11 @@ def read_number(name: str, at_least: float = 0.0) -> float:
 
 
 def read_whole_number(name: str) -> int:
+    """Return the whole number in an environment variable, or its default.
+
+    Raises:
+        UserError: The value is not a whole number of at least 0.
+    """
     value = read_number(name)
     if value != int(value):
         raise UserError(f"{name}={os.environ[name]!r}: must be a whole number")

@@ -50,7 +50,15 @@ FILE_OPTIONS = ("--hp", "--policy", "--sweep", "--window", "--inputs-file")  # w
 
 
 def set_up_command(context: click.Context) -> None:
-    """Set up the ``pyflyte`` command (run, register or package) that imports this project's modules."""
+    """Set up the ``pyflyte`` command (run, register or package) that imports this project's modules.
+
+    During the command, users' errors become panels. Options of files are checked, and ``--help`` prints fields of JSON.
+    A remote run or a registration checks the settings for pods, and sends all sources. At the exit, deletes flytekit's
+    temporary folders.
+
+    Raises:
+        UserError: An input would be misread, or a setting is not allowed in pods.
+    """
     command = context.find_root().invoked_subcommand
     context.with_resource(show_errors_in_panels(context))
     remove_temporary_folders_at_exit()
@@ -118,7 +126,7 @@ def remove_temporary_folders_at_exit() -> None:
 
 @contextmanager
 def show_errors_in_panels(context: click.Context) -> Iterator[None]:
-    """Convert exceptions that the user can resolve to click exceptions, which click shows as panels.
+    """Convert exceptions of the block that the user can resolve to click exceptions, which click shows as panels.
 
     Other exceptions pass unchanged.
     """
@@ -157,7 +165,7 @@ def unfit_path_error(error: Exception) -> UserError | None:
 
 
 def list_options() -> Iterator[tuple[str, str]]:
-    """Return all pairs of neighbouring command-line words, where ``--option=value`` counts as two words."""
+    """Yield all pairs of neighbouring words of ``sys.argv``, where ``--option=value`` counts as two words."""
     split = (word.split("=", 1) if word.startswith("--") else [word] for word in sys.argv)
     return pairwise(chain.from_iterable(split))
 
@@ -165,7 +173,8 @@ def list_options() -> Iterator[tuple[str, str]]:
 def refuse_misread_input(option: str, word: str) -> None:
     """Raise UserError if flytekit would misread JSON or YAML of FILE_OPTIONS, such as an octal number.
 
-    Does nothing if the text cannot be read or parsed, because flytekit reports this error.
+    ``word`` is the value of ``option``: a text in braces, or the path of a file. Files that ``--inputs-file`` names are
+    checked, too. Does nothing if the text cannot be read or parsed, because flytekit reports this error.
     """
     if option not in FILE_OPTIONS:
         return
@@ -200,7 +209,8 @@ def input_file_error(error: Exception) -> UserError | None:
 def cluster_call_error(error: BaseException | None, config: str) -> UserError | None:
     """Return the error for a failed call to a Flyte cluster, by the call's status code.
 
-    Returns None if no failed gRPC call caused ``error``.
+    ``config`` is the path of Flyte's configuration file (empty: the usual places). Returns None if no failed gRPC call
+    caused ``error``.
     """
     from flytekit.configuration import PlatformConfig
     from grpc import RpcError, StatusCode

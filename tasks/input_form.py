@@ -33,7 +33,7 @@ class KnownTransformer(DataclassTransformer):  # type: ignore[misc]  # which fly
         self.literal_type: LiteralType | None = None
 
     def get_literal_type(self, t: type[Any]) -> LiteralType:
-        """Return a copy of the cached type. Callers may replace the copy's metadata."""
+        """Return a copy of the type, which the first call creates. Callers may replace the copy's metadata."""
         if self.literal_type is None:
             self.literal_type = self.make_literal_type(t)
         return copy.copy(self.literal_type)
@@ -53,6 +53,7 @@ class FormTransformer(KnownTransformer):
     """
 
     def make_literal_type(self, t: type[CheckedFields]) -> LiteralType:
+        """Return the type with a schema for the console. For ``--help`` of pyflyte, omit the schema."""
         types = {field.name: field.type for field in dataclasses.fields(t)}  # type: ignore[arg-type]
         values = t()
         schema = {

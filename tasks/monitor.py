@@ -68,7 +68,11 @@ def watch_champion(model_name: str, window: WindowSource, kickoff_time: datetime
 
 
 def fetch_samples(source: WindowSource) -> Path:
-    """Return the local path of a window's images or table, after a download if the address is remote."""
+    """Return the local path of a window's images or table, after a download if the address is remote.
+
+    Raises:
+        UserError: Nothing exists at the remote address.
+    """
     address = source.images or source.table
     if (path := storage.local_path(address)) is not None:
         return path

@@ -61,6 +61,9 @@ def launching_pod(size: Size) -> dict[str, Any]:
     """Return the options of a training task whose pod has this size.
 
     The pod launches the ranks in place or in other pods.
+
+    Raises:
+        UserError: A variable of the registration is wrong, such as FLYTE_DDP_PROFILE or FLYTE_DDP_RETRIES.
     """
     profile, secret = chosen_profile(), environment.wandb_secret_id()
     return {
@@ -114,6 +117,10 @@ def cache_by_content(ignored_inputs: tuple[str, ...] = (), code: str = "") -> Ca
     """Return the setting by which Flyte caches results by inputs and source code.
 
     Of equal executions at the same time, only one runs. The rest reuse the result.
+
+    Args:
+        ignored_inputs: Inputs that do not change the result.
+        code: Digest of the source code ("": of the library).
     """
     return Cache(version=code or library_digest(), ignored_inputs=ignored_inputs, serialize=True)
 

@@ -120,8 +120,16 @@ def judge_files(
 ) -> Judged:
     """Compare a model with the champion on a prepared data set, and publish the verdict's page as a deck.
 
-    The verdict may promote only if the ``profile`` of the data is given. The folder then also gets exports, profile,
-    reference, and digests that identify the samples.
+    The verdict may promote only if the ``profile`` of the data is given. In this case the registry counts the
+    comparison. The folder then also gets exports, profile, reference, and digests that identify the samples.
+
+    Args:
+        model: The paths of model.pt and model.json.
+        data: The folder of the prepared data set.
+        registry: The registry of the model.
+        policy: The checks to pass.
+        profile: The profile of the data.
+        changes: Notes on the data, which the verdict shows.
     """
     from flyte_ddp.predict.sample_columns import write_reference
     from flyte_ddp.release.judge import judge_challenger

@@ -68,6 +68,7 @@ def run_rung(trial: TrialResult, data: FlyteDirectory) -> TrialResult:
     """
 
     def train(run: str, folder: Path) -> None:
+        """Train the trial as the run named ``run`` in ``folder``, up to the end of the rung."""
         with (
             upload_unsent_wandb(PLATFORM, folder),
             # A recorded result would make other executions ignore the checkpoints.

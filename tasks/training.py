@@ -45,7 +45,8 @@ def train_in_run_folder(
 ) -> "Result":
     """Download the data, train in the run's folder, and return the result.
 
-    If a local run is finished, returns the result without training, unless retraining is requested.
+    If a local run is finished, returns the result without training, unless retraining is requested. In a pod, publishes
+    the report and uploads checkpoints during training. ``launch`` starts the ranks (None: in this pod or machine).
     """
     from flyte_ddp.pods.live_page import publish_report_while_training
     from flyte_ddp.pods.retries import sync_checkpoints
@@ -69,7 +70,7 @@ def train_in_run_folder(
 
 
 def training_outputs(result: "Result") -> TrainingOutputs:
-    """Return a result as a training task's outputs. A local run also prints the paths of the files."""
+    """Return a result as a training task's outputs. A local run also prints the files and the main test measure."""
     files = {
         result.model: "the weights, a bare state_dict",
         result.sidecar: "what is needed to use the weights: classes, normalisation, metrics",

@@ -16,6 +16,7 @@ class StrictLoader(yaml.SafeLoader):  # type: ignore[misc]  # which PyYAML leave
     """A PyYAML loader that rejects duplicate keys, octal numbers, clock times and dates."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
+        """Return the node of a mapping. Raise MisreadError for a duplicate key."""
         node = super().compose_mapping_node(anchor)
         keys = [key for key, _ in node.value]
         texts = [key.value if isinstance(key, yaml.ScalarNode) else key for key in keys]
@@ -25,6 +26,7 @@ class StrictLoader(yaml.SafeLoader):  # type: ignore[misc]  # which PyYAML leave
         return node
 
     def compose_scalar_node(self, anchor: Any) -> Any:
+        """Return the node of a value. Raise MisreadError for an octal number, a clock time or a date without quotes."""
         node = super().compose_scalar_node(anchor)
         number = node.tag in (f"{TAG}int", f"{TAG}float") and OCTAL_OR_CLOCK.fullmatch(node.value)
         if node.style is None and (number or node.tag == f"{TAG}timestamp"):
@@ -37,10 +39,11 @@ class StrictLoader(yaml.SafeLoader):  # type: ignore[misc]  # which PyYAML leave
 
 
 def load_strictly(text: str) -> Any:
-    """Return the value of a text of JSON or YAML.
+    """Return the value of a text of JSON or YAML. An empty text gives None.
 
     Raises:
-        MisreadError: A part of the text would be read differently from how it is written.
+        MisreadError: A part of the text would be read differently from how it is written, or the text is too deep or
+            large.
         yaml.YAMLError: The text is neither JSON nor YAML.
     """
     try:

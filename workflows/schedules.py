@@ -158,7 +158,13 @@ def reason_left_out(workflow: str) -> str:
 
 
 def make_launch_plan(schedule: Schedule, workflow: PythonFunctionWorkflow) -> LaunchPlan:
-    """Make the launch plan of an entry. Flyte skips a tick while an execution of the plan runs."""
+    """Make the launch plan of an entry. Flyte skips a tick while an execution of the plan runs.
+
+    If an execution fails, Flyte sends an email to the addresses in FLYTE_DDP_NOTIFY.
+
+    Raises:
+        UserError: An input is invalid, or a file cannot be read.
+    """
     given = schedule.inputs()
     kickoff = KICKOFF_TIME if KICKOFF_TIME in workflow.python_interface.inputs else None
     recipients = [address.strip() for address in read_text("FLYTE_DDP_NOTIFY").split(",") if address.strip()]
@@ -180,7 +186,11 @@ def make_launch_plan(schedule: Schedule, workflow: PythonFunctionWorkflow) -> La
 
 @cache
 def read_schedules(file: Path = FILE) -> list[Schedule]:
-    """Return all checked entries of the file, or [] for an empty file. Cached for the process."""
+    """Return all checked entries of the file, or [] for an empty file. Cached for the process.
+
+    Raises:
+        UserError: The file cannot be read, an entry is invalid, or two entries have the same name.
+    """
     label = f"{file.parent.name}/{file.name}"
     entries = read_yaml(file, label, "correct it (put a cron in quotes); an empty file has no launch plans") or []
     if not isinstance(entries, list):
@@ -203,7 +213,11 @@ def read_schedules(file: Path = FILE) -> list[Schedule]:
 def read_fields(kind: type[Fields], key: str, text: str) -> Fields:
     """Return hyperparameters, policy, sweep or window of an entry, from JSON or from a file of the repository.
 
-    Other files are rejected, because only files of the repository are part of a registration's version.
+    Other files are rejected, because only files of the repository are part of a registration's version. ``key`` names
+    the value in errors. An empty ``text`` gives the defaults.
+
+    Raises:
+        UserError: The file is not in the repository or cannot be read, or a value is not allowed.
     """
     if not text or text.startswith("{"):
         return kind.from_json(text or "{}")
@@ -215,6 +229,12 @@ def read_fields(kind: type[Fields], key: str, text: str) -> Fields:
 
 
 def read_yaml(file: Path, label: str, fix: str) -> Any:
+    """Return the value of a file of JSON or YAML.
+
+    Raises:
+        UserError: The file cannot be read, parsed, or read as written. The text begins with ``label``, and may end with
+            ``fix``.
+    """
     try:
         return load_strictly(file.read_text(encoding="utf-8"))
     except MisreadError as error:

@@ -9,7 +9,10 @@ POLL_SECONDS = 0.5
 
 
 def wait_for_hosts(count_hosts: Callable[[], int], wanted: int, hosts_name: str, seconds: float) -> None:
-    """Wait until ``count_hosts()`` is at least ``wanted``, and print each change.
+    """Wait until ``count_hosts()`` is at least ``wanted``, and print each change of the number.
+
+    Calls ``count_hosts`` twice a second. If enough hosts exist at once, prints nothing. ``hosts_name`` names the hosts
+    in messages, such as "nodes of the Ray cluster".
 
     Raises:
         UnreachableError: Too few hosts have joined within ``seconds``.
@@ -30,9 +33,10 @@ def wait_for_hosts(count_hosts: Callable[[], int], wanted: int, hosts_name: str,
 
 
 def clamp_ranks(num_ranks: int, capacity: int, capacity_in_words: str, most: int, *, exact: bool = False) -> int:
-    """Return ``num_ranks`` (0: ``most``), reduced to ``capacity`` if necessary.
+    """Return ``num_ranks``, or ``most`` if ``num_ranks`` is 0, but never more than ``capacity``.
 
-    Prints a message if ``num_ranks`` is reduced.
+    Prints a message if ``num_ranks`` is reduced. ``capacity_in_words`` is a part of messages, such as "the Ray cluster
+    has 4 GPUs".
 
     Raises:
         UserError: ``capacity`` is 0, or a reduction is necessary and ``exact`` is True.

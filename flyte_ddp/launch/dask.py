@@ -38,9 +38,11 @@ def launch(work: Work, *, client: Any = None, retries: int = 0, awaited_hosts: i
 
     Uses as few hosts as possible. Waits up to ``work.settings.timeout`` seconds for ``awaited_hosts`` workers, or for a
     worker for each rank. May run fewer ranks. After a failure Dask restarts tasks up to ``retries`` times. A lost
-    worker ends the run, because its rank cannot run on another worker.
+    worker ends the run, because its rank cannot run on another worker. At the end waits up to 10 s for the tasks, and
+    cancels the rest.
 
-    Without ``client`` uses Dask's current client, else DASK_SCHEDULER_ADDRESS, else a new local cluster.
+    Without ``client`` uses Dask's current client, else DASK_SCHEDULER_ADDRESS, else a new local cluster. Raises the
+    errors of all launchers (:mod:`flyte_ddp.launch`).
     """
     with require_extra("dask"):
         from dask import annotate  # type: ignore[attr-defined]
@@ -81,6 +83,7 @@ def launch(work: Work, *, client: Any = None, retries: int = 0, awaited_hosts: i
 
 
 def raise_if_task_failed(futures: Sequence[Any], workers: Sequence[str], living: Collection[str]) -> None:
+    """Raise UnreachableError if a task has failed, or if a worker with a task is not in ``living``. Does not wait."""
     for future, worker in zip(futures, workers, strict=True):
         if future.status == "error":
             raise agent.agent_start_error("a Dask worker", future.exception())
@@ -92,7 +95,13 @@ def find_world(request: Request, client: Any, seconds: float, awaited_hosts: int
     """Return the World for ranks on a cluster's workers, one rank for each worker.
 
     The ranks use GPUs if every worker sees a GPU. Waits up to ``seconds`` for ``awaited_hosts`` workers. If
-    ``awaited_hosts`` is 0, waits for a worker for each rank, and accepts fewer workers.
+    ``awaited_hosts`` is 0, waits for a worker for each rank, and accepts fewer workers. Then prints the smaller number
+    of ranks.
+
+    Raises:
+        UnreachableError: No worker, or fewer than ``awaited_hosts``, have joined within ``seconds``.
+        UserError: A worker has other releases of Python or libraries, or ``backend`` is nccl and a worker has no GPU.
+        UserError: The request is exact or ``awaited_hosts`` is given, and there are fewer workers than ranks.
     """
     wanted = max(1, request.num_ranks)
     if awaited_hosts:
@@ -123,7 +132,7 @@ def find_world(request: Request, client: Any, seconds: float, awaited_hosts: int
 def choose_workers(workers: Mapping[str, Any], num_ranks: int) -> list[str]:
     """Return the addresses of ``num_ranks`` workers on few hosts, ordered by host.
 
-    If enough workers are idle, returns only idle workers.
+    ``workers`` has the workers' descriptions by address. If enough workers are idle, returns only idle workers.
 
     Raises:
         UnreachableError: The cluster has too few workers.
@@ -152,6 +161,10 @@ def choose_gpus(workers: Sequence[str], visible: Mapping[str, str | None]) -> li
 
 
 def refuse_version_mismatch(client: Any, workers: Iterable[str]) -> None:
+    """Raise UserError if a worker has another release of Python or of a library that determines rounding (ARITHMETIC).
+
+    Releases of Python are compared by two numbers, such as 3.12.
+    """
     with translate_cluster_errors(client):
         found = client.get_versions(packages=ARITHMETIC)
     here, there = found["client"]["packages"], found["workers"]
@@ -165,6 +178,7 @@ def refuse_version_mismatch(client: Any, workers: Iterable[str]) -> None:
 
 
 def describe_workers(client: Any) -> dict[str, Any]:
+    """Return Dask's description of each worker by address, with the keys of its current tasks under "tasks"."""
     with translate_cluster_errors(client):
         workers, tasks = client.sync(client.scheduler.identity, n_workers=-1)["workers"], client.processing()
     return {address: {**worker, "tasks": tasks.get(address, ())} for address, worker in workers.items()}
@@ -217,10 +231,12 @@ def translate_cluster_errors(client: Any) -> Iterator[None]:
 def connected(client: Any = None, num_ranks: int = 0, seconds: float = REACH_SECONDS) -> Iterator[Any]:
     """Yield ``client``, or Dask's current client, or a new client for the block.
 
-    A new client connects to DASK_SCHEDULER_ADDRESS, or else to a new local cluster.
+    A new client connects to DASK_SCHEDULER_ADDRESS, or else to a new local cluster. The cluster has ``num_ranks``
+    workers (0: one for each GPU, or up to 4 on CPUs). The new client and cluster are closed after the block.
 
     Raises:
         UnreachableError: No scheduler answers at DASK_SCHEDULER_ADDRESS within ``seconds``.
+        UserError: Dask is not installed.
     """
     with require_extra("dask"):
         from dask import config

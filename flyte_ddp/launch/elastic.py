@@ -49,9 +49,13 @@ Prepare = Callable[[Work], Work]  # adapts rank 0's work to this host, such as b
 
 
 def find_world(request: Request) -> World:
-    """Return the World of Elastic's workers.
+    """Return the World of Elastic's workers. If this process is not one of the workers, return this machine's World.
 
-    If this process is not one of Elastic's workers, returns this machine's World.
+    If the request has another number of ranks than Elastic has workers, prints that Elastic's number counts.
+
+    Raises:
+        UserError: ``backend`` is nccl, and this host has fewer GPUs than workers.
+        UserError: This process is no worker, and the machine has too few GPUs, or another number than FLYTE_DDP_GPUS.
     """
     if RUN_ID not in os.environ:
         return resources.detect_world(request)
@@ -69,7 +73,8 @@ def launch(work: Work, *, retries: int = 0) -> None:
     """Run the work as rank 0 if Elastic has started this process, else start a worker for each rank here.
 
     After a failure, Elastic restarts all workers up to ``retries`` times. Later restarts are in place, by this process.
-    At the end, kills the processes that this thread has started.
+    At the end, kills the processes that this thread has started. Raises the errors of all launchers
+    (:mod:`flyte_ddp.launch`).
     """
     work = work.choose_world(find_world)
     if RUN_ID in os.environ:
@@ -96,7 +101,8 @@ def read_restarts() -> tuple[Restart, ...]:
 def start_workers(work: Work, retries: int, stop: StopRequest) -> None:
     """Start Elastic's workers on this machine, and wait for their end.
 
-    Raises the error of a failed run.
+    Raises the error of a failed run. After a signal, raises StoppedError or KeyboardInterrupt with the newest
+    checkpoint's step. At the end kills the processes that this thread has started.
     """
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -143,7 +149,10 @@ def start_workers(work: Work, retries: int, stop: StopRequest) -> None:
 
 @contextmanager
 def silence_elastic_logs() -> Iterator[None]:
-    """Turn off Elastic's logs in the block, which only repeat the error that the launcher raises."""
+    """Turn off the logs of Elastic and of torch's spawn in the block.
+
+    The logs only repeat the error that the launcher raises.
+    """
     with ExitStack() as at_end:
         for name in ("distributed.elastic", "multiprocessing.spawn"):
             logger = logging.getLogger(f"torch.{name}")
@@ -154,7 +163,7 @@ def silence_elastic_logs() -> Iterator[None]:
 
 @contextmanager
 def restore_process_state() -> Iterator[None]:
-    """Restore after the block the signal handlers and the environment variables that Elastic changes."""
+    """Restore after the block the signal handlers, and remove the environment variables that Elastic has added."""
     names = {*os.environ}
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     try:
@@ -190,10 +199,15 @@ def first_worker_error(error: Any, memory_kills: int) -> BaseException:
 def run_in_worker(
     lead: Callable[[], Value], prepare: Prepare = Work.prepare_on_host, tickets: str = ""
 ) -> Value | None:
-    """Call ``lead`` in rank 0's worker and return its value. Call :func:`follow` in other workers.
+    """Call ``lead`` in rank 0's worker and return its value. In other workers run rank 0's work, and return None.
 
-    All workers raise the error of a failed run. The error is also pickled to a file, because Elastic passes on only
-    text.
+    Call this function in each of Elastic's workers. All workers raise the error of a failed run. The error is also
+    pickled to a file, because Elastic passes on only text.
+
+    Args:
+        lead: Runs the work as rank 0.
+        prepare: Changes rank 0's work in another worker, such as by fetching the data.
+        tickets: The path of a file for the ranks' tickets. If empty, the tickets go through Elastic's store.
     """
     try:
         if is_leader():
@@ -206,7 +220,7 @@ def run_in_worker(
 
 
 def run_local_worker(work: Work, key: str, tickets: str) -> None:
-    """Run this Elastic worker's part of a run.
+    """Run this Elastic worker's part of a run. After a restart by Elastic, first rewind the run's folder.
 
     Args:
         work: The work of the run.
@@ -256,9 +270,13 @@ def run_as_rank_0(work: Work, tickets: str = "") -> None:
 
 
 def follow(prepare: Prepare = Work.prepare_on_host, tickets: str = "") -> None:
-    """Connect to rank 0, and run the work as another rank.
+    """Wait for rank 0, and run its work as another rank in this process.
 
     If the run has failed, raises the run's error.
+
+    Args:
+        prepare: Changes rank 0's work for this host.
+        tickets: The path of a file for the ranks' tickets. If empty, the tickets go through Elastic's store.
 
     Raises:
         UnreachableError: Rank 0 cannot be reached within an hour.
@@ -303,6 +321,7 @@ def shared_secret() -> bytes:
 
 
 def read_ticket(text: bytes, info: RankInfo) -> connection.JoinTicket:
+    """Return the ticket that rank 0 has put into the store as JSON. The first address of the ticket is MASTER_ADDR."""
     hosts, port, output_folder, mark = json.loads(text)
     # All ranks reach MASTER_ADDR, where the store is. If it is not rank 0's host, no program there can prove the key.
     reachable = tuple(dict.fromkeys((os.environ["MASTER_ADDR"], *hosts)))
@@ -315,7 +334,14 @@ def run_worker_rank(
 ) -> None:
     """Run this rank's work, wait for the run's outcome, and raise the run's error.
 
-    Kills the processes that were started meanwhile.
+    If this rank fails, waits up to 45 s for the outcome, else without a limit. Kills the processes that were started
+    meanwhile.
+
+    Args:
+        ticket: The ticket of the rank.
+        pipe: The open connection to rank 0.
+        folder: This host's folder for the files of the run.
+        prepare: Changes the work for this host.
     """
     from flyte_ddp.launch.supervise.rank import run_rank
 

@@ -24,7 +24,8 @@ def launch(work: Work, *, retries: int = 0, awaited_hosts: int = 0) -> None:
     """Run the work as one Ray task for each rank, and wait for the end of all tasks.
 
     Uses as few hosts as possible. First waits up to ``work.settings.timeout`` seconds for ``awaited_hosts`` nodes. Ray
-    restarts failed tasks up to ``retries`` times.
+    restarts failed tasks up to ``retries`` times. At the end, waits up to 20 s for the cancellation of the remaining
+    tasks. Raises the errors of all launchers (:mod:`flyte_ddp.launch`).
     """
     with connected():
         import ray
@@ -64,6 +65,7 @@ def launch(work: Work, *, retries: int = 0, awaited_hosts: int = 0) -> None:
 
 
 def raise_if_task_failed(tasks: Sequence[Any]) -> None:
+    """Raise UnreachableError if one of the Ray tasks has failed. Does not wait."""
     import ray
 
     ended, _ = ray.wait(list(tasks), num_returns=len(tasks), timeout=0)
@@ -74,13 +76,14 @@ def raise_if_task_failed(tasks: Sequence[Any]) -> None:
 
 
 def find_world(request: Request, awaited_hosts: int = 0, seconds: float = 0.0) -> World:
-    """Return the Ray cluster's World for a request.
+    """Return the Ray cluster's World for a request. Call this function in a block of :func:`connected`.
 
     Each rank gets one GPU, or each rank gets the same number of CPUs. Waits up to ``seconds`` for ``awaited_hosts``
     nodes. If the cluster has room for fewer ranks, prints the number.
 
     Raises:
         UnreachableError: The nodes have not joined within ``seconds``.
+        UserError: The cluster has room for no rank, or ``backend`` is nccl and the cluster has no GPU.
         UserError: The cluster has room for fewer ranks, and the request is exact or ``awaited_hosts`` is given.
     """
     capacity.wait_for_hosts(lambda: len(list_rank_nodes()), awaited_hosts, "nodes of the Ray cluster", seconds)
@@ -120,11 +123,12 @@ def cpus_per_rank(cpus: Sequence[int], num_ranks: int) -> int:
 def connected() -> Iterator[None]:
     """Connect to Ray for the block, unless already connected.
 
-    Connects to ``RAY_ADDRESS``, else to this machine's cluster, else to a new cluster for the block.
+    Connects to ``RAY_ADDRESS``, else to this machine's cluster, else to a new cluster for the block. The process keeps
+    its handler of SIGTERM.
 
     Raises:
         UnreachableError: No cluster answers.
-        UserError: ``RAY_ADDRESS`` is a URL.
+        UserError: Ray is not installed, or ``RAY_ADDRESS`` is a URL.
     """
     with require_extra("ray"):
         import ray
@@ -155,7 +159,7 @@ def connected() -> Iterator[None]:
 def refuse_unanswered_address(address: str | None) -> None:
     """Raise OSError if a cluster's head accepts no connection within 10 s.
 
-    If no address is found, does nothing.
+    If ``address`` is None, looks for the address of this machine's cluster. If no address is found, does nothing.
     """
     from ray._private.services import canonicalize_bootstrap_address
 

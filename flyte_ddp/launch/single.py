@@ -19,8 +19,8 @@ from flyte_ddp.runs.work import Work
 def launch(work: Work) -> None:
     """Run the work's only rank in this process.
 
-    Restores process-wide settings at the end, and kills the processes that this thread has started. Raises the errors
-    of all launchers (:mod:`flyte_ddp.launch`).
+    Afterwards restores process-wide settings, and kills the processes that this thread has started meanwhile. On
+    SIGTERM or Ctrl-C, waits for a checkpoint first. Raises the errors of all launchers (:mod:`flyte_ddp.launch`).
 
     Raises:
         ValueError: The work needs several ranks.
@@ -48,8 +48,9 @@ def launch(work: Work) -> None:
 def stop_with_checkpoint(work: Work) -> Iterator[OfferSaving]:
     """Write a checkpoint on SIGTERM or Ctrl-C, then end the block by StoppedError or KeyboardInterrupt.
 
-    Yields a setter for the function that saves. A thread calls the function. The end of the block waits for a
-    checkpoint that is being written.
+    Yields a setter for the function that writes the checkpoint. A thread calls this function. A second Ctrl-C ends the
+    block at once by KeyboardInterrupt. In any case the end of the block waits for a checkpoint that is being written.
+    Outside the main thread, signals are not caught.
     """
     resumed_step = work.checkpoint.step if work.checkpoint else 0
     save: SaveFunction = lambda _: resumed_step  # noqa: E731
@@ -61,6 +62,10 @@ def stop_with_checkpoint(work: Work) -> Iterator[OfferSaving]:
         save = function
 
     def save_and_interrupt() -> None:
+        """Wait for a stop request, then write a checkpoint and interrupt the main thread by SIGINT.
+
+        If the block has ended, does not interrupt. If no stop is requested until then, does nothing.
+        """
         nonlocal saved_step
         if stop.wait_for_request():
             saved_step = save(work.settings.save_seconds)

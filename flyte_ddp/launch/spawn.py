@@ -20,15 +20,17 @@ from flyte_ddp.runs.work import Work
 
 
 def launch(work: Work) -> None:
-    """Run the work in processes of this machine, one for each rank, with restarts in place.
+    """Run the work in processes of this machine, one for each rank, and wait until the ranks end.
 
-    Raises the errors of all launchers (:mod:`flyte_ddp.launch`).
+    After a failure kills all ranks, and restarts the ranks in place if a restart may help. Raises the errors of all
+    launchers (:mod:`flyte_ddp.launch`).
     """
     work = work.choose_world(detect_world)
     num_ranks = work.world.num_ranks
     work = replace(work, world=replace(work.world, hosts=(LOOPBACK,) * num_ranks), on_host="")  # this host has the data
 
     def start_and_supervise(work: Work) -> None:
+        """Start all ranks and wait until they complete. After an error, kill the ranks."""
         group: list[RankHandle] = []
         with ExitStack() as at_end:
             store = ""  # without files in memory, ranks find each other as on several hosts

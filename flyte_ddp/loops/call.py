@@ -54,6 +54,7 @@ def pickle_call(
 
     Raises:
         UserError: The arguments do not fit the function, or cannot be sent to ranks.
+        UserError: ``function`` is async, a generator function or no function, or a module has changed since the import.
     """
     if not callable(function):
         raise UserError(f"{function!r} is of type {type(function).__name__}, not callable; pass a function")
@@ -86,7 +87,10 @@ def pickle_call(
 
 
 def bound_values(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the values bound to a function, by name: a closure's variables, or a method's object."""
+    """Return the values bound to a function, by name: a closure's variables, or a method's object as "self".
+
+    An object that can be called, and is no function, is its own "self".
+    """
     if (owner := getattr(function, "__self__", None)) is not None:
         return {} if isinstance(owner, ModuleType) else {"self": owner}  # the owner of a builtin function is its module
     if not hasattr(function, "__code__"):
@@ -137,10 +141,11 @@ def function_name(function: Callable[..., Any]) -> str:
 
 
 def describe_value(value: Any, replace: Callable[[Any], Any] = lambda value: value) -> Any:
-    """Return a JSON value that is equal for equal arguments in all processes.
+    """Return a JSON value that stands for an argument, and is equal for equal arguments in all processes.
 
-    The JSON value is the argument or a text. ``replace`` is applied to each value first, also within lists, mappings
-    and dataclasses.
+    Lists, mappings and dataclasses become lists and dicts. Only the class of an nn.Module counts. If pickle rejects an
+    object, only its type counts. Therefore different arguments may get equal values. ``replace`` is applied to each
+    value first, also within lists, mappings and dataclasses.
     """
     value = replace(value)
     if isinstance(value, partial):
@@ -207,7 +212,7 @@ def digest_value(value: Any) -> str:
 
 
 def digest_code(function: Callable[..., Any]) -> tuple[str, tuple[str, ...]]:
-    """Return the digest of a function's sources, and specs of the modules that other hosts need.
+    """Return the digest of a function's sources, and specs (package.module:name) of the modules that other hosts need.
 
     Without sources, the digest is "". In a notebook, only the text of the function counts. Puts the working directory
     first on ``sys.path``.

@@ -47,11 +47,14 @@ class Checkpoints(CheckpointWriter):
         self.asked = self.used = self.stop_requested = False
 
     def due(self) -> bool:
+        """Return whether a save is due. A call shows :meth:`save_last` that the function asks."""
         self.asked = self.used = True
         return self.stop_requested or 0 < self.checkpoint_seconds <= time.monotonic() - self.last_time
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Copy a state to the CPU for the thread to write.
+        """Copy a state to the CPU for the thread to write, and do not wait for the writing.
+
+        The next save is due ``checkpoint_seconds`` after this call.
 
         Raises:
             UserError: The step is earlier than the last step, or torch.load would reject the state.
@@ -96,7 +99,7 @@ class Checkpoints(CheckpointWriter):
     def load(self) -> dict[str, Any] | None:
         """Wait until the last save is written, and return the newest checkpoint's state from disk.
 
-        Without a checkpoint returns None.
+        The tensors are on the CPU, and most are mapped from the file. Without a checkpoint returns None.
         """
         self.used = True
         self.wait_until_written()
@@ -140,6 +143,10 @@ def empty_tensors(value: Any) -> Any:
 
 
 def refuse_earlier_step(what: str, step: int, last: int) -> None:
+    """Raise UserError if ``step`` is not a whole number from 0 on, or is below the step ``last``.
+
+    ``what`` names the called method in the error.
+    """
     if type(step) is not int or step < 0:
         raise UserError(f"{what}: step={step!r}: must be the number of finished steps, a whole number of at least 0")
     if step < last:

@@ -152,12 +152,17 @@ def current_rank() -> CurrentRank:
 
 
 def set_current_rank(rank: CurrentRank | None) -> CurrentRank | None:
+    """Make ``rank`` the rank that :func:`current_rank` returns in this process, and return the rank before."""
     global _current
     before, _current = _current, rank
     return before
 
 
 def make_rank_without_launcher() -> CurrentRank:
+    """Return rank 0 of 1, or the rank of torchrun's environment variables, with a temporary folder.
+
+    When the process ends, waits for the last save, destroys a process group of gloo, and deletes the folder.
+    """
     names = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
     rank, world_size, local_rank = (int(os.environ.get(name, default)) for name, default in names)
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")

@@ -33,10 +33,12 @@ AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 def run_function(rank: Rank) -> None:
     """Call the user-defined function in this rank, and write rank 0's return value to ``returned.pickle``.
 
-    All ranks must call this function, which waits for all ranks. Exceptions of the user-defined function are passed on.
+    All ranks must call this function, which waits for all ranks. Sets torchrun's environment variables during the call.
+    Exceptions of the user-defined function are passed on.
 
     Raises:
         RuntimeError: The user-defined function called ``sys.exit``.
+        UserError: Rank 0's return value cannot be pickled or written.
     """
     call: Call = rank.work.arguments
     store = rank.open_store()
@@ -62,9 +64,9 @@ def run_function(rank: Rank) -> None:
 
 @contextmanager
 def provide_current_rank(rank: Rank, store: Any) -> Iterator[CurrentRank]:
-    """Make this rank the block's :func:`current_rank`, and record the run's start.
+    """Yield this rank, which :func:`current_rank` returns in the block. Record the run's start and its restarts.
 
-    At the end of the block writes the last save.
+    During the block the launcher can request saves. At the end of the block writes the last save.
     """
     work, info, settings = rank.work, rank.info, rank.work.settings
     beside_writer = not work.sees_run_folder or work.world.hosts[info.rank] == work.world.hosts[0]
@@ -104,6 +106,7 @@ def provide_current_rank(rank: Rank, store: Any) -> Iterator[CurrentRank]:
 
 
 def make_start_record(rank: Rank, device: torch.device) -> dict[str, Any]:
+    """Return the facts of the record "start" in metrics.jsonl: the function, its arguments, and the ranks."""
     call: Call = rank.work.arguments
     found = rank.work.checkpoint
     is_changed = found is not None and found.identity != rank.work.identity
@@ -120,7 +123,7 @@ def make_start_record(rank: Rank, device: torch.device) -> dict[str, Any]:
 
 @contextmanager
 def destroy_process_group_at_end(rank: Rank) -> Iterator[None]:
-    """Destroy the process group that the block has made.
+    """Destroy the process group that the block has made, and restore ``sys.excepthook``.
 
     After an exception, destroys the group only if the rank runs in the launcher's process.
     """
@@ -138,7 +141,10 @@ def destroy_process_group_at_end(rank: Rank) -> Iterator[None]:
 
 @contextmanager
 def torchrun_variables(rank: Rank, port: int) -> Iterator[None]:
-    """Set torchrun's environment variables for the block, with MASTER_PORT=``port``."""
+    """Set torchrun's environment variables for the block, with MASTER_PORT=``port``, and restore them afterwards.
+
+    On CPUs also makes Accelerate use the CPU. Resets Accelerate after the block, unless it was in use before.
+    """
     info, world = rank.info, rank.work.world
     on_cpu = world.device_type == "cpu"
     # A rank that sees one GPU, as on Ray, counts as a node, because Lightning looks for LOCAL_WORLD_SIZE GPUs.
@@ -179,7 +185,7 @@ def torchrun_variables(rank: Rank, port: int) -> Iterator[None]:
 def separate_group_stores() -> Iterator[None]:
     """Give each process group that the block creates by ``env://`` separate keys in the store.
 
-    Patches torch. Otherwise a second group would find the addresses of a first group that was destroyed.
+    Patches torch for the block. Otherwise a second group would find the addresses of a first group that was destroyed.
     """
     handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers  # ``rendezvous`` is a function, too
     meet, numbers = handlers["env"], itertools.count()
@@ -244,8 +250,11 @@ def write_returned(value: Any, path: Path) -> None:
 def wait_for_all_ranks(rank: Rank, store: Any) -> None:
     """Wait until all ranks have called this function.
 
-    Rank 0 waits up to the time limit, and other ranks wait without a limit. Rank 0 leaves last, because it serves the
-    common store.
+    Rank 0 waits up to the time limit, and other ranks wait without a limit. After the time limit, rank 1 prints that
+    rank 0 has not returned. Rank 0 leaves last, because it serves the common store.
+
+    Raises:
+        CollectiveError: The time limit is over, or the connection to the store is lost.
     """
     others, timeout = range(1, rank.info.world_size), rank.work.settings.timeout
     if not others:

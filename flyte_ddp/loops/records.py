@@ -30,6 +30,11 @@ class Records:
         self.log.write({"kind": "start", **facts, "resumed_after_step": self.step})
 
     def record(self, step: int, values: Mapping[str, Any]) -> None:
+        """Write a record of a step's numbers to metrics.jsonl, and show the numbers as progress.
+
+        Raises:
+            UserError: The step goes back, a value is not a number, or a name is ``kind`` or ``time``.
+        """
         refuse_earlier_step("record", step, self.step)
         numbers = {}
         for name, value in values.items():

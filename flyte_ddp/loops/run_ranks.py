@@ -43,7 +43,7 @@ def run_ranks(
     """Call ``function(*args, **kwargs)`` on each of ``num_ranks`` ranks, and return rank 0's return value.
 
     In the function, :func:`current_rank` returns its rank. Ranks import the function by its name. A function of a
-    notebook or of the main script is pickled by value.
+    notebook or of the main script is pickled by value. Puts the working directory first on ``sys.path``.
 
     Args:
         function: The function that each rank calls.
@@ -107,7 +107,13 @@ def run_call(
 ) -> Any:
     """Run a call on the requested ranks in a locked folder, and return rank 0's return value.
 
-    If ``page`` is True, writes the run's page. The caller must remove the checkpoints by :func:`remove_saves`.
+    Resumes from the folder's checkpoint. If ``page`` is True, writes report.html. The caller must remove the
+    checkpoints by :func:`remove_saves`.
+
+    Raises:
+        UserError: FLYTE_DDP_GO_ON names the folder, which has no checkpoint.
+        UserError: Another run is in the folder, or a checkpoint has other code or arguments.
+        RankError, StoppedError, KeyboardInterrupt: As in :func:`run_ranks`.
     """
     from flyte_ddp.tracking import wandb_run  # takes 0.1 s, and most importers of this module need it later
 
@@ -145,7 +151,10 @@ def run_call(
 
 @contextmanager
 def print_how_to_resume(folder: Path) -> Iterator[None]:
-    """Print how fixed code can resume from the last save, unless the machine made the block fail."""
+    """Print how fixed code can resume from the last save, if the block raises UserError or RankError.
+
+    Prints nothing if the machine made the block fail, or no save exists. The error is passed on.
+    """
     try:
         yield
     except (UserError, RankError) as error:
@@ -174,7 +183,7 @@ def prepare_run_folder(folder: Path) -> None:
 def remove_saves(folder: Path) -> None:
     """Remove a run's checkpoints, and also the checkpoint folder if it is then empty.
 
-    If another run uses the folder, does nothing.
+    If another run uses the folder, or a file cannot be removed, stops without an error.
     """
     with suppress(UserError, OSError), hold_run_folder(folder):
         for name in checkpoint.SLOTS:
@@ -183,9 +192,9 @@ def remove_saves(folder: Path) -> None:
 
 
 def write_page(folder: Path) -> None:
-    """Write report.html if the function has recorded numbers or submitted results.
+    """Write report.html if the function has recorded numbers, or ``results/`` exists.
 
-    If writing fails, prints the reason.
+    If writing fails, prints the reason, and raises nothing.
     """
     try:
         is_recorded = any(record.get("kind") == "record" for record in read_records(folder / METRICS))

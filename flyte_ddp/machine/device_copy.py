@@ -32,7 +32,8 @@ def copy_to_cpu(value: Any) -> Any:
 def map_leaves(value: Any, of_tensor: Callable[[Tensor], Tensor], of_other: Callable[[Any], Any]) -> Any:
     """Return a copy of nested dicts, lists and tuples with replaced leaves.
 
-    A tensor is replaced by ``of_tensor(tensor)``, and any other leaf by ``of_other(leaf)``.
+    A tensor is replaced by ``of_tensor(tensor)``, and any other leaf by ``of_other(leaf)``. Objects of other container
+    classes, also of subclasses, count as leaves.
     """
     if isinstance(value, Tensor):
         return of_tensor(value)

@@ -100,7 +100,7 @@ os.register_at_fork(before=block_before_fork, after_in_parent=unblock_after_fork
 
 @contextmanager
 def undone_in_forks(undo: Callable[[], object]) -> Iterator[None]:
-    """Call ``undo`` in each process that is forked during the block."""
+    """Call ``undo`` in each process that is forked during the block. The newest ``undo`` is called first."""
     undo_in_forks.append(undo)
     try:
         yield
@@ -133,7 +133,7 @@ def set_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """Return the signals that ask a run to stop (SIGNALS), without SIGHUP if it is ignored.
+    """Return the signals that ask a run to stop: SIGTERM, SIGINT, and SIGHUP unless it is ignored.
 
     ``nohup`` ignores SIGHUP, so a closed terminal does not stop the run.
     """
@@ -165,7 +165,7 @@ def ignore_signals(numbers: Collection[signal.Signals]) -> None:
 
 @contextmanager
 def postpone_signal(number: signal.Signals) -> Iterator[None]:
-    """Defer a signal that comes during the block, and raise the signal once at the end.
+    """Defer a signal that comes during the block, and raise the signal once at the end, also after an error.
 
     Outside the main thread does not defer the signal.
     """
@@ -182,7 +182,8 @@ def postpone_signal(number: signal.Signals) -> Iterator[None]:
 def hide_main_script() -> Iterator[None]:
     """Keep processes that are spawned during the block from running the main script again.
 
-    With pyflyte the main script takes 0.7 s in each process.
+    During the block, the module ``__main__`` has no file and no spec. With pyflyte the main script takes 0.7 s in each
+    process.
     """
     main = vars(sys.modules["__main__"])
     before: dict[str, Any] = {name: main[name] for name in ("__file__", "__spec__") if name in main}
@@ -196,9 +197,10 @@ def hide_main_script() -> Iterator[None]:
 
 @contextmanager
 def spawn_context() -> Iterator[SpawnContext]:
-    """Yield multiprocessing's spawn context.
+    """Yield multiprocessing's spawn context, whose new processes do not run the main script.
 
-    During the block this thread and new processes block SIGNALS.
+    During the block this thread and new processes block SIGNALS. Starts multiprocessing's resource tracker, which is a
+    process.
     """
     resource_tracker.ensure_running()  # before signals are blocked, because it unblocks them
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -221,10 +223,12 @@ def kill_descendants() -> None:
 def kill_new_descendants_at_end() -> Iterator[None]:
     """Send SIGKILL, at the end of the block, to the processes that this thread has started in the block.
 
-    Also kills their descendants. Spares the helper processes of Python and torch. Adopted orphans are killed only in
-    the main thread of a process that had no other children, because otherwise their origin is unknown. First terminates
-    the pools of multiprocessing. A pool whose workers were killed starts new workers, and waits for ever when this
-    process ends.
+    Also kills their descendants, and waits up to 5 s for the end of all. Spares the helper processes of Python and
+    torch. Adopted orphans are killed only in the main thread of a process that had no other children, because otherwise
+    their origin is unknown.
+
+    First terminates the pools of multiprocessing that were made in the block. A pool whose workers were killed starts
+    new workers, and waits for ever when this process ends.
     """
     before = list_children(os.getpid(), ended=True)
     pools = find_pools()
@@ -251,9 +255,10 @@ def find_pools() -> list[Any]:
 
 
 def kill_process_trees(roots: Callable[[], Iterable[int]]) -> None:
-    """Send SIGKILL to the processes ``roots()`` and their descendants.
+    """Send SIGKILL to the processes with the ids ``roots()`` and to their descendants.
 
-    Repeats until none of the processes lives, for up to KILL_SECONDS (5 s).
+    Repeats, with new ``roots()``, until none of the processes lives, for up to KILL_SECONDS (5 s). Does not raise if a
+    process remains.
     """
     deadline = time.monotonic() + KILL_SECONDS
     while (found := list_living_trees(roots())) and time.monotonic() < deadline:
@@ -319,10 +324,13 @@ def list_helper_pids() -> set[int]:
 
 
 def read_stack(pid: int, pipe: Connection, seconds: float) -> str:
-    """Return the stack that a process writes to the pipe on SIGUSR1.
+    """Send SIGUSR1 to a process, and return the stack that the process then writes to the other end of ``pipe``.
 
-    Returns "" if no line comes within ``seconds``. The process must have called ``faulthandler.register``, which writes
-    line by line.
+    Waits up to ``seconds`` for the first text, and up to 0.5 s for each further text. The process must have called
+    ``faulthandler.register``. Otherwise the signal kills the process.
+
+    Returns:
+        The stack, or "" if no text comes in time or the process has ended.
     """
     stack = b""
     with suppress(OSError):  # the process has ended

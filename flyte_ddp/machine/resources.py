@@ -55,7 +55,7 @@ class Cpu:
         return " ".join(f"{name} {value}" for name, value in parts.items() if value).lstrip()
 
     def bf16_support(self) -> Bf16:
-        """Return whether bf16 is faster than fp32 for the two small CNNs.
+        """Return whether bf16 is faster than fp32 on this CPU, as measured with the two small CNNs.
 
         Returns SLOWER if the speed was never measured, and NONE if the CPU has no bf16 instructions.
         """
@@ -132,7 +132,7 @@ def read_cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
 def count_gpus(devices: Path = Path("/dev")) -> int:
     """Return how many GPUs torch sees.
 
-    Imports torch only if ``devices`` has a GPU driver's file.
+    Imports torch only if ``devices`` has a GPU driver's file, and otherwise returns 0.
     """
     if not any((devices / name).exists() for name in ("nvidiactl", "nvidia0", "kfd", "dxg")):
         return 0
@@ -153,8 +153,12 @@ def bf16_support(device_type: str) -> Bf16:
 def detect_world(request: Request) -> World:
     """Return this machine's World for a request, with a GPU for each rank or on CPUs.
 
+    For ``num_ranks`` 0, the World has a rank for each GPU. On CPUs it has a rank for each core, but at most 4 and at
+    most ``request.most``. Each rank has an equal share of the cores as threads.
+
     Raises:
-        UserError: The machine has too few GPUs, or another number than FLYTE_DDP_GPUS.
+        UserError: ``backend`` is nccl and the machine has no GPU, or the machine has fewer GPUs than ranks.
+        UserError: The machine has another number of GPUs than FLYTE_DDP_GPUS.
     """
     gpus = count_gpus()
     check_expected_gpus(gpus)
@@ -180,7 +184,8 @@ def check_expected_gpus(visible: int) -> None:
 def choose_device_type(backend: str, has_gpus: bool, lack: str, other_fix: str = "") -> str:
     """Return "cuda" if GPUs exist and ``backend`` is not gloo, else "cpu".
 
-    ``lack`` and ``other_fix`` are parts of the error's text.
+    ``lack`` and ``other_fix`` are parts of the error's text. ``lack`` is the reason, such as "the Ray cluster has no
+    GPU". ``other_fix`` follows the fixes.
 
     Raises:
         UserError: ``backend`` is nccl, and no GPU exists.
@@ -193,10 +198,11 @@ def choose_device_type(backend: str, has_gpus: bool, lack: str, other_fix: str =
 def choose_local_device_type(request: Request, gpus: int, who_has: str, other_fix: str = "") -> str:
     """Return "cuda" or "cpu" for a request on a machine with this number of GPUs.
 
-    ``who_has`` begins the error's sentence, such as "this process sees".
+    ``who_has`` begins the error's sentence, such as "this process sees". ``other_fix`` ends the sentence with a further
+    fix.
 
     Raises:
-        UserError: The backend is nccl without a GPU, or a rank lacks a GPU.
+        UserError: ``backend`` is nccl and no GPU exists, or fewer GPUs than ranks exist.
     """
     device_type = choose_device_type(request.backend, gpus > 0, f"{who_has} no GPU", other_fix)
     if device_type == "cuda" and request.num_ranks > gpus:

@@ -10,7 +10,8 @@ NAMES = ("stdin", "stdout", "stderr")  # by file number
 def open_missing_streams() -> None:
     """Open the null device in place of closed standard streams, also for child processes.
 
-    Otherwise the next opened file gets a stream's number, and printed text goes into this file.
+    Also sets ``sys.stdin``, ``sys.stdout`` and ``sys.stderr`` if they are None. Otherwise the next opened file gets a
+    stream's number, and printed text goes into this file.
     """
     for number, name in enumerate(NAMES):
         try:

@@ -30,11 +30,12 @@ waits: list[Wait] = []  # of this process, limited by the timer; the innermost i
 def limit_wait(what: str) -> Iterator[None]:
     """Raise a MachineError with ``what`` and the stack if the block takes longer than ``limit_seconds``.
 
-    If code in the block catches the error, the error is raised again later. A nested block has a separate limit, and
-    the limit of the outer block then begins again. A nested block costs a sixth of an outer block.
+    ``what`` names the awaited thing at the start of the error's text. If code in the block catches the error, the error
+    is raised again after the same time. A nested block has a separate limit, and the limit of the outer block then
+    begins again. A nested block costs a sixth of an outer block.
 
-    The limit has no effect outside the main thread, and in C code that never returns. It also has no effect if other
-    code uses the system timer (SIGALRM), before or in the block.
+    The limit uses the system timer and its signal, SIGALRM. It has no effect outside the main thread, and in C code
+    that never returns. It also has no effect if other code uses the timer, before or in the block.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -99,6 +99,7 @@ class CheckpointStore:
 
         Raises:
             UnreachableError: All tries failed by an outage.
+            UnavailableError: The blob store rejected the request. MissingError is a subclass for a missing file.
         """
         try:
             return storage.retry(address, action, lambda note: print(f"checkpoints: {note}", flush=True))
@@ -108,7 +109,7 @@ class CheckpointStore:
             raise UnreachableError(f"checkpoints in {address}: {error}; the next attempt will try again") from error
 
     def list_files_newest_first(self) -> list[RunFile]:
-        """Return a run's files, highest step first.
+        """Return a run's files, highest step first, or [] without files.
 
         Skips other executions that have a result, or all other executions if ``from_scratch`` is set.
         """
@@ -118,9 +119,9 @@ class CheckpointStore:
         return sorted(files, key=lambda file: (file.step, file.epoch, file.time), reverse=True)
 
     def find_saved_runs(self, prefix: str) -> dict[str, int]:
-        """Return the newest saved step of each other run whose name starts with ``prefix``.
+        """Return the newest saved step of each other run whose name starts with ``prefix``, by name.
 
-        If listing fails, returns the runs found so far.
+        The step is 0 for a run without a checkpoint. If listing fails, returns the runs found so far.
         """
         steps = {}
         with suppress(UnavailableError):
@@ -134,11 +135,13 @@ class CheckpointStore:
     def download_newest_readable(self, files: list[RunFile], path: Path) -> Checkpoint | None:
         """Return the newest readable checkpoint, local or of ``files`` (newest first).
 
-        Returns None without any checkpoint.
+        Downloads to ``path``. Prints the attempt of the checkpoint, and the faults of unusable checkpoints. Returns
+        None without any checkpoint.
 
         Raises:
             UserError: Checkpoints exist, but none is readable.
-            UnreachableError: Other attempts replaced the checkpoints during the download.
+            UnreachableError: Other attempts replaced the checkpoints during the download, or the blob store has an
+                outage.
         """
         # Only a pod whose ranks Elastic has restarted has checkpoints in its folder.
         newest, unreadable = checkpoint.verify_checkpoints(path.parent)
@@ -173,7 +176,16 @@ class CheckpointStore:
         return None
 
     def download_checkpoint(self, address: str, path: Path) -> Checkpoint:
-        """Download and verify a checkpoint, replace the file ``path``, and return the Checkpoint."""
+        """Download and verify a checkpoint, replace the file ``path``, and return the Checkpoint.
+
+        Makes up to 4 tries, and prints the pauses between tries. After an error, the file ``path`` is unchanged.
+
+        Raises:
+            MissingError: The address has no checkpoint.
+            UnreachableError: All tries failed by an outage.
+            UnavailableError: The blob store rejected the request.
+            UnreadableError: The checkpoint is damaged or has another format.
+        """
         with atomic_write(path, durable=False) as file:
             self.retry_on_outage(address, lambda source: storage.download_file(source, file))
             file.flush()
@@ -186,6 +198,7 @@ class CheckpointStore:
 
         Rejects after two attempts that failed, or five that left no note of how they ended. Attempts that were stopped
         on request, or launched no ranks, do not count. ``files`` are the run's files in the blob store, newest first.
+        ``step`` is the newest checkpoint's step. Downloads the reason of the last failure.
         """
         attempts: dict[int, dict[str, RunFile]] = defaultdict(dict)
         # An attempt that Elastic restarted has several starts. The last in the list has the lowest step, and counts.
@@ -219,8 +232,11 @@ class CheckpointStore:
     def upload_checkpoint(self, path: Path) -> None:
         """Upload a checkpoint in a single try, and keep only the 2 newest checkpoints of this execution.
 
+        A failure to delete older checkpoints is ignored.
+
         Raises:
             FileNotFoundError: ``path`` does not exist.
+            UnreadableError: The checkpoint's header cannot be read.
         """
         with path.open("rb") as file:
             this = Path(f"/dev/fd/{file.fileno()}")  # the same file even if a newer one replaces the path

@@ -34,9 +34,10 @@ def has_rank_0() -> bool:
 def end_after_rank_0(ended_without_outputs: type[BaseException]) -> Iterator[None]:
     """If the block raises, let this pod of a PyTorchJob end only after rank 0's pod, which may still upload.
 
-    After ``ended_without_outputs``, or another exception in a pod without rank 0, this process sleeps at its exit for
-    up to 600 s. After SIGTERM, or if Elastic's store is lost, the process exits at once, and the operator starts
-    another pod.
+    ``ended_without_outputs`` is the exception by which Elastic's plugin ends pods without outputs. After this
+    exception, or another exception in a pod without rank 0, this process sleeps at its exit for up to 600 s. After
+    SIGTERM, or if Elastic's store is lost, the process exits at once, and the operator starts another pod. Outside a
+    PyTorchJob does nothing.
 
     Raises:
         UnreachableError: The pods did not meet within FLYTE_DDP_MEET_SECONDS.

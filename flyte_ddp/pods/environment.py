@@ -34,6 +34,11 @@ REPORT_SECONDS = 5  # part of a pod's grace period, for the report to the platfo
 
 
 def pod_environment() -> dict[str, str]:
+    """Return the environment variables of every pod: code, profile, nodes and registered settings.
+
+    Raises:
+        UserError: FLYTE_DDP_PROFILE is wrong, or a setting contains credentials.
+    """
     return {
         CODE_VARIABLE: package_digest(),
         PROFILE_VARIABLE: read_text(PROFILE_VARIABLE),
@@ -45,7 +50,7 @@ def pod_environment() -> dict[str, str]:
 
 
 def training_environment() -> dict[str, str]:
-    """Return the environment variables of a training pod.
+    """Return the environment variables of a training pod, in addition to the variables of every pod.
 
     Settings in this process's environment override computed values.
     """
@@ -121,6 +126,8 @@ def settings_digest() -> dict[str, str]:
 
 def wandb_secret_id() -> tuple[str, str] | None:
     """Return group and key of the platform's secret with wandb's key, or None if pods get no secret.
+
+    By default, only profiles with GPUs get the secret ``wandb/api_key``.
 
     Raises:
         UserError: FLYTE_DDP_WANDB_SECRET is malformed.

@@ -36,6 +36,7 @@ def publish_page_while_running(
     ended, failure = threading.Event(), ""
 
     def publish_pages() -> None:
+        """Publish the page every 30 s until the block has ended, and then once more. Ignore errors."""
         page, is_last = placeholder, False
         while not is_last:
             is_last = ended.is_set()
@@ -73,6 +74,11 @@ def publish_report_while_training(platform: Platform, run_folder: Path) -> Abstr
 
 
 def publish_function_page(platform: Platform, folder: Path, name: str) -> AbstractContextManager[None]:
+    """Publish the page of a user-defined function during the block, as :func:`publish_page_while_running` does.
+
+    ``folder`` is the run's folder, and ``name`` is the run's name on the page.
+    """
+
     def render(failure: str, _: bool) -> str:
         from flyte_ddp.report.function_page import render_function_page
 

@@ -13,7 +13,7 @@ _held: list[str] | None = None  # texts that wait; None prints texts at once
 
 
 def print_outcome(text: str) -> None:
-    """Print a text for the user of a local run.
+    """Print a text for the user of a local run. In a pod, prints nothing.
 
     Within :func:`hold_last_outcome` the text waits for the next task, the next outcome, or the end of the block.
     """
@@ -32,7 +32,10 @@ def print_held_outcome() -> None:
 
 @contextmanager
 def hold_last_outcome() -> Iterator[None]:
-    """Print the last outcome of the block at the end of the block. Sets global state of the process."""
+    """Print the last outcome of the block at the end of the block. Sets global state of the process.
+
+    Blocks cannot be nested.
+    """
     global _held  # noqa: PLW0603 (a property of the process, which runs one command)
     _held = []
     try:

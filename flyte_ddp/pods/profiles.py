@@ -163,7 +163,10 @@ def node_and_rank_limits(engine: str) -> tuple[int, int, int]:
     """Return three limits of a training on ``engine``: most nodes, number of ranks, most ranks without GPUs.
 
     The number of ranks is fixed by the engine and the largest number of nodes, or 0 if the hyperparameter num_ranks
-    decides. The third limit is 0 if ranks without GPUs are not limited.
+    decides. The third limit is 0 if ranks without GPUs are not limited. The empty ``engine`` is a single pod.
+
+    Raises:
+        UserError: The engine does not exist, or FLYTE_DDP_NODES or FLYTE_DDP_PROFILE is wrong.
     """
     if not engine:
         return 1, 0, 0

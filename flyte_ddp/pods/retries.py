@@ -39,8 +39,8 @@ def raise_sigterm(*_: object) -> None:
 def raise_retryable_errors(platform: Platform) -> Iterator[None]:
     """In a pod, replace an exception after which a retry may succeed by the platform's retryable error.
 
-    A pod first rejects library code that differs from the registered code. SIGTERM in the block, in the main thread,
-    becomes a retryable error in a pod, and StoppedError in a local run.
+    A pod first rejects library code that differs from the registered code by UserError. SIGTERM in the block, in the
+    main thread, becomes a retryable error in a pod, and StoppedError in a local run. Other exceptions pass unchanged.
     """
     with signal_handlers({signal.SIGTERM: raise_sigterm}):
         try:
@@ -68,7 +68,8 @@ def sync_checkpoints(
     """Download the run's newest checkpoint, and upload new checkpoints during the block.
 
     Does nothing outside pods. Yields a function that records the launch of the ranks. Call this function when the data
-    is available.
+    is available. The end of the block waits for the last upload, and records how the attempt ended. During the download
+    SIGTERM is deferred. Failed uploads are printed.
 
     Args:
         platform: The platform that executes this task.
@@ -76,6 +77,10 @@ def sync_checkpoints(
         output_folder: Folder to which the run writes.
         defer: Called with a callback of :func:`record_result` after a block without an error. Must call back when the
             outputs are written. The default calls back at once.
+
+    Raises:
+        UserError: Checkpoints cannot be listed or read, or this attempt would be futile.
+        UnreachableError: The blob store has an outage, or other attempts replaced the checkpoints.
     """
     if not is_in_pod():
         yield lambda: None
@@ -88,6 +93,7 @@ def sync_checkpoints(
     uploader = CheckpointUploader(store, folder)
 
     def record_attempt_start() -> None:
+        """Write a note that the ranks start. If the blob store forbids writing, print the reason."""
         try:
             store.record_attempt_start(newest.step if newest else 0)
         except ForbiddenError as error:
@@ -125,6 +131,7 @@ def record_result(store: CheckpointStore) -> None:
 
 
 def open_checkpoint_store(platform: Platform, run: str) -> CheckpointStore:
+    """Return the store of this pod's attempt at the run. Contacts no server."""
     project, domain, execution = execution_names()
     return CheckpointStore(
         posixpath.join(checkpoints_address(platform.output_address()), project, domain, run),

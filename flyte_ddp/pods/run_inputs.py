@@ -60,8 +60,14 @@ def find_or_fetch_data_set(
 ) -> Path:
     """Return the folder of a data set. If the folder is unusable, downloads and prepares the set.
 
-    The preparation may run user code. ``data_version`` is the folder's name. If the name is "", queries the data's
-    origin.
+    The preparation may run user code, whose errors become UserErrors.
+
+    Args:
+        dataset: The hyperparameter ``dataset``.
+        data_source: The hyperparameter ``data_source``.
+        test_dataset: The hyperparameter ``test_dataset``.
+        data_version: The folder's name. If empty, queries the data's origin for the name.
+        sample: The hyperparameter ``sample``. If set, samples of shards need no image and no label.
     """
     name = data_version or f"datasets/{fetching.fingerprint(dataset, data_source, test_dataset)}"
     folder, progress = paths.resolve_folder(name), read_settings().progress

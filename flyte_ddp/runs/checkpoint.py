@@ -268,12 +268,13 @@ def verify_checkpoints(folder: Path, *, most_bytes: float = math.inf) -> tuple[C
     """Return the newest readable checkpoint (or None), and the faults of unreadable files by path.
 
     Reads the headers of all files. Computes the SHA-256 of the newest file and of files with unreadable headers.
-    Computes the SHA-256 of an older file only if the newest file is damaged. For ``most_bytes`` see
-    :func:`read_checkpoint`.
+    Computes the SHA-256 of an older file only if the newest file is damaged. If ``most_bytes`` is given, skips the
+    SHA-256 of larger files, and the returned checkpoint has empty metrics.
     """
     unreadable: dict[Path, str] = {}
 
     def read(path: Path, most_bytes: float) -> Checkpoint | None:
+        """Return the checkpoint in a file, or None. Store the fault of an unreadable file in ``unreadable``."""
         try:
             return read_checkpoint(path, most_bytes=most_bytes)
         except UnreadableError as reason:
@@ -301,7 +302,7 @@ def trust_checkpoint(output_folder: Path, step: int) -> None:
 
 
 def newest_step(output_folder: Path) -> int | None:
-    """Return the step of a run's newest checkpoint.
+    """Return the step of a run's newest checkpoint. Computes the SHA-256 only of files up to 1 GiB.
 
     Returns 0 if no checkpoint exists, and None if no existing checkpoint is readable.
     """
@@ -343,7 +344,8 @@ def rewind_to_newest_checkpoint(output_folder: Path, identity: Identity) -> Chec
 def check_same_run(checkpoint: Checkpoint, identity: Identity) -> None:
     """Raise UserError if a checkpoint belongs to another run.
 
-    A user-defined function with changed code may resume if FLYTE_DDP_GO_ON names the run.
+    A user-defined function with changed code may resume if FLYTE_DDP_GO_ON names the run. Then prints that other code
+    saved the checkpoint.
     """
     theirs, ours = asdict(checkpoint.identity), asdict(identity)
     before, now = theirs.pop("hyperparameters"), ours.pop("hyperparameters")

@@ -76,7 +76,10 @@ class CheckpointWriter:
             self.thread.start()
 
     def put(self, snapshot: Snapshot) -> None:
-        """Let the thread write a snapshot, unless the next snapshot arrives before."""
+        """Let the thread write a snapshot, unless the next snapshot arrives before.
+
+        Starts the thread, and does not wait.
+        """
         with self.changed:
             self.waiting, self.puts = snapshot, self.puts + 1
             self.changed.notify_all()
@@ -92,7 +95,7 @@ class CheckpointWriter:
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Write the waiting snapshot, and end the thread."""
+        """Wait until the waiting snapshot is written, and end the thread."""
         self.wait_until_written()
         self.refuse_more()
         if self.thread.ident is not None:
@@ -102,7 +105,8 @@ class CheckpointWriter:
         """Write a snapshot of the current state (only if ``now``), else the ``waiting`` snapshot.
 
         Skips a snapshot that is older than the newest checkpoint or not resumable. The caller must hold write_lock. If
-        writing fails, returns False, and prints the first failure.
+        writing fails, returns False, and prints the first failure. Otherwise returns True, also if no snapshot was
+        written.
         """
         position = (self.newest.step, self.newest.epoch) if self.newest else (0, 0)
         try:
@@ -147,7 +151,11 @@ class CheckpointWriter:
     def write_snapshot(self, snapshot: Snapshot, path: Path, metrics: bytes) -> None:
         """Write a snapshot to a file, which becomes the newest checkpoint.
 
-        ``metrics`` holds the records up to the snapshot.
+        ``metrics`` holds the records up to the snapshot. Calls ``announce`` before and after the writing. On a full
+        disk, deletes the older checkpoint and tries again.
+
+        Raises:
+            UserError: The file cannot be written.
         """
         epoch, step, trained_in = snapshot.epoch, snapshot.step, snapshot.trained_in
         new = Checkpoint(path, epoch, step, trained_in, time.time(), self.identity, metrics)

@@ -16,9 +16,16 @@ from flyte_ddp.user_code.source import user_source_digest
 def run_name(hp: Hyperparameters, data_fingerprint: str, trigger: str = "") -> str:
     """Return the name of a run, such as ``fashion_mnist-small_cnn-1f0c5a7e9b3d``.
 
-    The parts are data set, model, and a digest of the run's identity. ``trigger`` is any text that distinguishes
-    otherwise equal runs, such as a schedule's kickoff time. Reads the user's code and the file ``init_from``, as
-    :func:`model_identity` does.
+    The parts are data set, model, and a digest of the run's identity. Reads the user's code and the file ``init_from``.
+    For a remote ``init_from``, queries the server, and may download the file.
+
+    Args:
+        hp: The hyperparameters.
+        data_fingerprint: A digest of the data set's origin, from ``fetching.fingerprint``.
+        trigger: Any text that distinguishes otherwise equal runs, such as a schedule's kickoff time.
+
+    Raises:
+        UserError: A module or ``init_from`` cannot be read.
     """
     parts = (hp.to_json(), data_fingerprint, *model_identity(hp).values(), trigger)
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
@@ -33,7 +40,11 @@ def run_name(hp: Hyperparameters, data_fingerprint: str, trigger: str = "") -> s
 def checkpoint_identity(hp: Hyperparameters, data: Path) -> Identity:
     """Return the identity that a checkpoint must have for a run to resume from it.
 
-    The number of ranks is not part of the identity.
+    ``data`` is the folder of the prepared data set. The number of ranks is not part of the identity. For a remote
+    ``init_from``, queries the server, and may download the file.
+
+    Raises:
+        UserError: A module or ``init_from`` cannot be read.
     """
     values = {name: value for name, value in hp.to_dict().items() if name != "num_ranks"}
     return Identity(values, data=read_description(data)["digest"], **model_identity(hp))

@@ -22,8 +22,9 @@ STOPPED_SECONDS = 3.0  # wait for the last files in a pod that must stop and has
 def mirror_results(run_folder: Path, address: str, name: str, *, resuming: bool) -> Iterator[None]:
     """Copy changed files below ``results/`` of the run folder to ``ADDRESS/NAME`` during the block.
 
-    A thread copies the files, and prints failures to stderr. The end of the block waits up to 60 s for the last files,
-    or up to 3 s after a StoppedError.
+    First writes ``events.jsonl`` to the address, also if it is empty, and retries an outage up to 3 times. Then a
+    thread copies the files, and prints failures to stderr. The end of the block waits up to 60 s for the last files, or
+    up to 3 s after a StoppedError.
 
     Args:
         run_folder: The folder of the run.
@@ -67,11 +68,14 @@ class Mirror:
     """
 
     def __init__(self, folder: Path, address: str, *, resuming: bool) -> None:
-        """Copy the events to the address.
+        """Copy the events to the address, or an empty file if no events exist.
+
+        If earlier events may not be read, prints that they are replaced.
 
         Raises:
             UserError: The address contains ``folder``.
             UnavailableError: The address cannot be reached.
+            OSError: The events cannot be written to ``folder``.
         """
         self.folder, self.address = folder, address
         self.versions: dict[str, object] = {}  # of the last copies, by file name
@@ -108,9 +112,9 @@ class Mirror:
                 ended.wait(max(LOOK_SECONDS, (time.monotonic() - began) / LARGEST_SHARE))
 
     def copy_changed_files(self) -> str:
-        """Copy the files that have changed since their last copy.
+        """Copy the files that have changed since their last copy. Hidden files are skipped.
 
-        Returns the first failure as text, or "" if all files were copied.
+        Returns the first failure as text, or "" if no copy failed.
         """
         failure = ""
         for path in list_files(self.folder):

@@ -33,6 +33,8 @@ REPLACED = ".replaced"
 def hold_run_folder(folder: Path) -> Iterator[None]:
     """Lock the folder during the block, without waiting.
 
+    The lock is a file in ``.locks`` beside the folder, and stays there. The folder need not exist.
+
     Raises:
         BusyError: Another process or run holds the lock.
         UserError: The folder cannot be written, at the start or later in the block.
@@ -64,8 +66,8 @@ def unwritable_folder_error(folder: Path, error: OSError) -> UserError:
 def prepare_unfinished(folder: Path) -> Path:
     """Create the run folder with ``unfinished/``, and return the path of ``unfinished/``.
 
-    The caller must hold the lock of the run folder. A complete run is first moved to the run folder. Metrics,
-    checkpoints and results of an interrupted run are kept.
+    The caller must hold the lock of the run folder. A complete run is first moved to the run folder. Of an interrupted
+    run, metrics, checkpoints and results are kept, and other outputs and temporary files are deleted.
     """
     unfinished = folder / UNFINISHED
     publish_if_complete(folder)
@@ -102,8 +104,14 @@ def remove_temporary_files(folder: Path, keep: str = "") -> None:
 def rewind_run(folder: Path, identity: Identity, settings: Settings, name: str) -> Iterator[Checkpoint | None]:
     """Set a run's folder back to its newest checkpoint, and yield the checkpoint (or None).
 
-    During the block copies results to ``settings.results_copy`` under ``name``. Errors of the block are completed by
-    :func:`write_failure_details`.
+    Prints the checkpoint's step, unless progress is off. Without a checkpoint, empties metrics.jsonl and removes
+    ``results/``. During the block copies results to ``settings.results_copy`` under ``name``. The end of the block
+    waits up to 60 s for the copy. A RankError of the block gets the newest checkpoint's step, and a file with its
+    traceback. A KeyboardInterrupt gets a text about how to resume.
+
+    Raises:
+        UserError: No existing checkpoint is readable, or the newest checkpoint is of another run.
+        UserError: ``settings.results_copy`` contains the folder, or cannot be written to.
     """
     found = checkpoint.rewind_to_newest_checkpoint(folder, identity)
     if found is not None:
@@ -117,10 +125,11 @@ def rewind_run(folder: Path, identity: Identity, settings: Settings, name: str) 
 
 
 def publish_if_complete(folder: Path) -> bool:
-    """Move a complete run from ``unfinished/`` to the locked run folder.
+    """Move a complete run from ``unfinished/`` to the locked run folder, and delete ``unfinished/`` with its
+    checkpoints.
 
-    Replaces the files of the last run. If this process is killed meanwhile, the next call completes the move. Returns
-    whether the run folder then holds a finished run.
+    Replaces the files of the last run. If the run in ``unfinished/`` is not complete, moves nothing. If this process is
+    killed meanwhile, the next call completes the move. Returns whether the run folder then holds a finished run.
     """
     unfinished = folder / UNFINISHED
     replaced = unfinished / REPLACED  # the last run's results; its existence shows that the move has begun

@@ -38,6 +38,10 @@ from flytekitplugins.ddp.task import Function, PodTask
 
 
 def elastic_options(least: int, most: int, ranks_per_node: int) -> dict[str, Any]:
+    """Return the options of the plugin's ``Elastic`` for a range of nodes.
+
+    Each of ``least`` to ``most`` nodes has ``ranks_per_node`` workers.
+    """
     seconds = read_whole_number(elastic_pods.MEET_VARIABLE)
     return {
         "nnodes": most if least == most else f"{least}:{most}",
@@ -70,6 +74,7 @@ class ReplacedPodsTask(PytorchElasticFunctionTask):  # type: ignore[misc]  # whi
         self.min_nodes, self.max_nodes, self.rdzv_backend = int(least), int(most or least), "c10d"
 
     def get_custom(self, settings: SerializationSettings) -> Any:
+        """Return the plugin's description of the PyTorchJob, extended by restarts of failed pods."""
         custom = super().get_custom(settings)
         if custom:
             # The plugin's configuration has no option for this policy.
@@ -99,8 +104,12 @@ class ReplacedPodsTask(PytorchElasticFunctionTask):  # type: ignore[misc]  # whi
     def launch_once(self, function: Function, restarts: Sequence[Restart], **inputs: Any) -> Any:
         """Start this node's workers once, and return the value of rank 0.
 
-        Raises the errors of :meth:`launch_workers`. Rank 0 records ``restarts``, which are the restarts in place since
-        the newest checkpoint.
+        Rank 0 records ``restarts``, which are the restarts in place since the newest checkpoint.
+
+        Raises:
+            IgnoreOutputs: This node does not have rank 0.
+            RankError, UserError: The error of the first worker that failed.
+            StoppedError, KeyboardInterrupt: A signal stopped the run.
         """
         from torch.distributed.elastic.multiprocessing.api import SignalException
 

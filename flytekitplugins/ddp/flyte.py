@@ -35,6 +35,7 @@ class Flyte:
         return str(FlyteContextManager.current_context().file_access.raw_output_prefix)
 
     def publish_page(self, title: str, html: str) -> None:
+        """Publish a page as the task's deck of this title. If the task has no decks, do nothing."""
         context = FlyteContextManager.current_context()
         if not context.user_space_params.enable_deck:
             return
@@ -49,6 +50,7 @@ class Flyte:
 
 
 def replace_deck(title: str, html: str) -> None:
+    """Add a deck to the current task. If the task has a deck of this title, replace the deck."""
     decks = FlyteContextManager.current_context().user_space_params.decks
     new = Deck(title, html, auto_add_to_deck=False)
     decks[:] = [new if deck.name == title else deck for deck in decks]
@@ -69,8 +71,8 @@ def translate_errors_for_flyte() -> AbstractContextManager[None]:
 def report_user_errors() -> Iterator[None]:
     """Raise a UserError of the block as FlyteUserRuntimeException. The block is a task's ``dispatch_execute``.
 
-    Without this, flytekit reports any error before the body, such as a failed conversion of an input, as a system
-    error.
+    The UserError may be the cause or context of flytekit's system error. Without this, flytekit reports any error
+    before the body, such as a failed conversion of an input, as a system error.
     """
     try:
         yield

@@ -20,8 +20,8 @@ Remote = (FlyteFile, FlyteDirectory)  # types whose values are downloaded when f
 def describe_inputs(inputs: Mapping[str, Any], literals: LiteralMap | None, ignored: tuple[str, ...]) -> dict[str, Any]:
     """Return the inputs by name, without ``ignored``, as JSON values that are equal for equal inputs.
 
-    If Flyte's literal has a hash, the hash replaces the input. Otherwise a file is replaced by the address, and any
-    other input by the value.
+    ``literals`` are Flyte's literals of the inputs, if known. If a literal has a hash, the hash replaces the input.
+    Otherwise a file is replaced by the address, and any other input by the value.
     """
     hashes = {name: literal.hash for name, literal in literals.literals.items()} if literals else {}
     counted = {name: value for name, value in inputs.items() if name not in ignored}

@@ -39,7 +39,8 @@ def list_kinds(kind: Any) -> Iterator[Any]:
 def convert_outputs(value: Any, types: Mapping[str, Any], tuple_name: str | None = None) -> Any:
     """Return the results of a body in the declared types, or None if no outputs are declared.
 
-    ``types`` are the declared types by output name. ``tuple_name`` is the name of a declared NamedTuple.
+    ``types`` are the declared types by output name. ``tuple_name`` is the name of a declared NamedTuple. Several
+    results are returned as a tuple.
 
     Raises:
         UserError: A value has no equal in the declared type, the number of outputs differs, or a file does not exist.
@@ -56,7 +57,13 @@ def convert_outputs(value: Any, types: Mapping[str, Any], tuple_name: str | None
 
 
 def convert_value(value: Any, kind: Any, where: str) -> Any:
-    """Return a value in a declared type, at any depth. Values of types that only flytekit knows stay unchanged."""
+    """Return a value in the declared type ``kind``, at any depth.
+
+    Values of types that only flytekit knows stay unchanged. ``where`` names the output in errors.
+
+    Raises:
+        UserError: The value has no equal in the declared type, or a file does not exist.
+    """
     origin, kinds = get_origin(kind) or kind, get_args(kind)
     if origin is Annotated:
         return value if kinds[0] is dict else convert_value(value, kinds[0], where)  # flytekit may pickle such a dict
@@ -81,8 +88,10 @@ def convert_value(value: Any, kind: Any, where: str) -> Any:
 def convert_plain(value: Any, kind: type, where: str) -> Any:
     """Return a number, text, truth value or time in the type ``kind``.
 
+    ``where`` names the output in errors.
+
     Raises:
-        UserError: The conversion would change the value.
+        UserError: The conversion would change the value, or an integer is beyond Flyte's range.
     """
     value = to_plain(value)
     if kind is float and type(value) is int and abs(value) <= LARGEST_EXACT:
@@ -114,7 +123,10 @@ def convert_parts(value: Any, kind: type, where: str) -> Any:
 def convert_container(value: Any, kind: Any, where: str) -> Any:
     """Return a list, dict or tuple with all parts in their declared types.
 
-    A tuple or array is accepted as a list, and any mapping as a dict.
+    A tuple or array is accepted as a list, and any mapping as a dict. ``where`` names the output in errors.
+
+    Raises:
+        UserError: The value is another container, or a part has no equal in its declared type.
     """
     origin, kinds = get_origin(kind), get_args(kind)
     if origin is dict and isinstance(value, Mapping):
@@ -132,7 +144,10 @@ def convert_container(value: Any, kind: Any, where: str) -> Any:
 def convert_to_member(value: Any, kind: Any, where: str) -> Any:
     """Return a value in the first member type of a union that accepts the value.
 
-    Types that the value already has are tried first.
+    Types that the value already has are tried first. ``where`` names the output in errors.
+
+    Raises:
+        UserError: No member type accepts the value.
     """
     members = get_args(kind)
     if type(value) not in members and any(member in PLAIN for member in members):
@@ -152,6 +167,7 @@ def convert_to_member(value: Any, kind: Any, where: str) -> Any:
 
 
 def misfit_error(value: Any, kind: Any, where: str) -> UserError:
+    """Return the error for a value that has no equal in the declared type ``kind``. ``where`` names the output."""
     declared = kind.__name__ if kind in PLAIN else str(kind)
     return UserError(
         f"output {where} is {short_repr(value)}, of type {type(value).__name__}, but the task declares {declared}; "
@@ -160,7 +176,10 @@ def misfit_error(value: Any, kind: Any, where: str) -> UserError:
 
 
 def to_plain(value: Any) -> Any:
-    """Return a number, text or time of NumPy, torch or pandas as a Python object, and any other value unchanged."""
+    """Return a number, text or time of NumPy, torch or pandas as a Python object, and any other value unchanged.
+
+    NumPy's times are cut to microseconds.
+    """
     kind = getattr(getattr(value, "dtype", None), "kind", None)
     if kind in ("m", "M"):
         value = value.astype(f"{kind}8[us]")  # Python has no nanoseconds

@@ -49,12 +49,20 @@ def find_task_function(module: str, name: str, root: str) -> Any:
 
 
 def make_call(task: Any, inputs: Mapping[str, Any], shown: Mapping[str, Any], raw_output: str, literals: bool) -> Call:
-    """Return the Call of :func:`run_body` for a task.
+    """Return the Call by which each rank calls :func:`run_body` with a task's function and inputs.
 
-    The function is sent by name if its module has the task under this name, else by value.
+    The function is sent by name if its module has the task under this name, else by value. Puts the working directory
+    first on ``sys.path``.
+
+    Args:
+        task: The flytekit task.
+        inputs: Arguments of the task's function.
+        shown: The inputs as JSON values, which identify the run.
+        raw_output: Prefix for files of a pod. "" in a local run.
+        literals: Whether rank 0 uploads the values and returns their literals.
 
     Raises:
-        UserError: A declared output type cannot be serialized.
+        UserError: A declared output type cannot be serialized, the inputs cannot be pickled, or a module has changed.
     """
     function = task.task_function
     code, own_code = digest_code(function)

@@ -20,6 +20,7 @@ def requests_and_limits(size: Size) -> dict[str, Resources]:
 
 
 def kubernetes_resources(given: Resources) -> dict[str, str]:
+    """Return the given amounts as texts by Kubernetes' names, such as "nvidia.com/gpu"."""
     names = {
         "cpu": given.cpu,
         "memory": given.mem,
@@ -32,7 +33,7 @@ def kubernetes_resources(given: Resources) -> dict[str, str]:
 def divide_resources(given: Resources, parts: int) -> Resources:
     """Return 1/``parts`` of the CPUs, the memory and the GPUs, and the whole disk.
 
-    The amounts are rounded as in :func:`size_of_part`.
+    CPUs are rounded down to thousandths, and memory to MiB. Amounts that are not given stay not given.
     """
     whole = Size(
         cpu=str(given.cpu or 1), memory=str(given.mem or "1Gi"), ephemeral_storage="", gpus=int(given.gpu or 0)

@@ -33,7 +33,8 @@ when_written: ContextVar[list[Callable[[], None]] | None] = ContextVar("when_wri
 def do_when_written(action: Callable[[], None]) -> None:
     """Call ``action`` when flytekit has written the outputs.
 
-    In a map task, calls ``action`` at once, because a map task does not report when outputs are written.
+    If no RanksTask waits for this, as in a map task, calls ``action`` at once. In a worker of Elastic, drops
+    ``action``.
     """
     waiting = when_written.get()
     if waiting is None:
@@ -86,7 +87,8 @@ def run_in_folder(call: Call, run: str, request: Request, launch: Launch | None)
     """Run a call on ranks in the folder named ``run``, and return the result of rank 0.
 
     Resumes an earlier attempt. In a pod, syncs checkpoints with the blob store, uploads unsent wandb data, and
-    publishes the console's page. When the outputs are written, removes the saves and records the result.
+    publishes the console's page. When the outputs are written, removes the saves and records the result. ``launch``
+    starts the ranks (None: on this machine).
     """
     folder = resolve_folder(run)
     with (

@@ -44,6 +44,7 @@ class RanksTask(PythonFunctionTask):  # type: ignore[misc]  # which flytekit lea
     runs_on_cluster = False  # whether rank 0 may be on a host that does not share this process's files
 
     def dispatch_execute(self, context: FlyteContext, literals: LiteralMap) -> Any:
+        """Run the task, and then the actions of :func:`do_when_written`, when flytekit has written the outputs."""
         waiting: list[Callable[[], None]] = []
         tokens = received.set(literals), when_written.set(waiting)
         try:
@@ -96,7 +97,9 @@ class PodTask(RanksTask):
 
 
 def make_task(config: DDP, function: Function, options: dict[str, Any]) -> RanksTask:
-    """Return the task for a function and flytekit's options.
+    """Return the task for a function and flytekit's options. Changes ``options`` in place.
+
+    Adds environment variables, a deck and unlimited shared memory to the options, unless they are given.
 
     Raises:
         UserError: The task is @dynamic, requests too few GPUs, or needs an extra that is not installed.

@@ -26,11 +26,11 @@ class RankEndedError(RuntimeError):
 
 
 def run_agent(stdin: bytes, sources: bytes = b"", parent_folder: str = "") -> None:
-    """Start an agent process on this host, and wait for its end.
+    """Start an agent process on this host, and wait for its end without a limit.
 
     Args:
-        stdin: The ``to_stdin()`` of a ticket.
-        sources: Sources from :func:`pack_sources`.
+        stdin: The bytes of ``JoinTicket.to_stdin()``.
+        sources: Sources from :func:`pack_sources`. If this host lacks these sources, the agent uses an unpacked copy.
         parent_folder: The folder in which the sources are unpacked.
 
     Raises:
@@ -53,9 +53,10 @@ def agent_start_error(who: str, error: BaseException) -> UnreachableError:
 
 
 def main() -> None:
-    """Start a rank, and relay its messages until the run is over.
+    """Start a rank, and relay its messages until the run is over. Then exit.
 
-    If the launcher is lost before, exits with 1, else with 0.
+    The exit code is 0, or 1 if the launcher is lost before. Kills the processes that the rank has left. If stdin ends
+    meanwhile, kills the rank and exits with 1.
     """
     become_subreaper()  # orphans of the rank become children of this process, which can then kill them
     info = pickle.load(sys.stdin.buffer)

@@ -65,9 +65,9 @@ class RunOverError(Exception):
 
 @contextmanager
 def open_local_folder(ticket: JoinTicket) -> Iterator[Path]:
-    """Yield the output folder if this host sees it, else a temporary folder.
+    """Yield the launcher's output folder if this host sees it, else a new temporary folder.
 
-    The temporary folder is deleted at the end.
+    The temporary folder is deleted at the end of the block.
     """
     if (ticket.output_folder / ticket.visibility_file).exists():
         yield ticket.output_folder
@@ -79,7 +79,11 @@ def open_local_folder(ticket: JoinTicket) -> Iterator[Path]:
 def connect_to_launcher(ticket: JoinTicket, folder: Path) -> Connection:
     """Connect to the launcher, introduce this rank, and return the open pipe.
 
-    Tries each address of the ticket for up to 20 s. If all addresses fail, raises the error of the last address.
+    Tries each address of the ticket for up to 20 s. ``folder`` is this host's folder for the files of the run, as
+    yielded by :func:`open_local_folder`.
+
+    Raises:
+        OSError, EOFError, AuthenticationError: All addresses have failed. This is the error of the last address.
     """
     failure: Exception = OSError("the launcher has no address")
     code = package_digest()  # first, because it takes long on a slow disk, and a busy launcher waits a second only
@@ -101,12 +105,13 @@ def connect_to_launcher(ticket: JoinTicket, folder: Path) -> Connection:
 
 
 def receive_work(pipe: Connection, folder: Path) -> tuple[Work, str]:
-    """Receive files, the work, and this host's address, and return the work and the address.
+    """Wait for the work without a limit, and return the work and this host's address for other ranks.
 
-    Writes the files into ``folder``.
+    Files that come before the work are written into ``folder``. Imports the modules of the work's classes.
 
     Raises:
         RunOverError: The run is over.
+        EOFError, OSError: The launcher is lost.
     """
     while (message := pipe.recv())["kind"] != "work":
         if message["kind"] == "over":
@@ -140,12 +145,14 @@ def accept_agents(server: socket.socket, key: bytes) -> Iterator[queue.SimpleQue
     """Accept agents in threads during the block, and yield the queue of accepted agents.
 
     An accepted agent has proved to know the key. While MOST_UNPROVED connections have no proof, other connections wait
-    for up to CROWD_SECONDS.
+    for up to CROWD_SECONDS. ``server`` is a listening socket. The end of the block shuts it down, and closes the
+    connections without a proof and the connections left in the queue.
     """
     arrived, over = queue.SimpleQueue[WorkerConnection](), threading.Event()
     unproved: dict[socket.socket, float] = {}  # start time of each connection without a proof
 
     def queue_if_authenticated(connected: socket.socket) -> None:
+        """Queue the agent behind a connection, or close the connection if the peer does not prove to know the key."""
         with ExitStack() as at_end:
             at_end.callback(unproved.pop, connected, None)
             at_end.enter_context(suppress(OSError, EOFError, AuthenticationError))
@@ -161,6 +168,7 @@ def accept_agents(server: socket.socket, key: bytes) -> Iterator[queue.SimpleQue
             )
 
     def accept() -> None:
+        """Start a thread for each new connection, until the block is over."""
         while not over.is_set():
             shut_late(unproved)
             if len(unproved) >= MOST_UNPROVED:
@@ -194,9 +202,9 @@ def accept_agents(server: socket.socket, key: bytes) -> Iterator[queue.SimpleQue
 
 
 def shut_late(unproved: dict[socket.socket, float]) -> None:
-    """End the connections that have not given a proof in time.
+    """End the connections that have not given a proof in time, which is 10 s.
 
-    The time is shorter if there are many connections.
+    ``unproved`` has the start time of each connection. From MOST_UNPROVED connections on, the time is 1 s.
     """
     patience = CROWD_SECONDS if len(unproved) >= MOST_UNPROVED else HELLO_SECONDS
     for connected, begin in [*unproved.items()]:
@@ -208,8 +216,12 @@ def shut_late(unproved: dict[socket.socket, float]) -> None:
 def authenticated_pipe(connected: socket.socket, key: bytes, role: bytes) -> Iterator[Connection]:
     """Yield a pipe to a peer after both sides have proved to know the key.
 
-    The proof is an HMAC of random bytes. ``role`` is this side's role, LAUNCHER or AGENT. The pipe stays open after the
-    block, unless the proof or the block raises.
+    The proof is an HMAC of random bytes. ``role`` is this side's role, LAUNCHER or AGENT. Waits for the proof without a
+    limit. The pipe stays open after the block, unless the proof or the block raises.
+
+    Raises:
+        AuthenticationError: The peer does not know the key.
+        OSError, EOFError: The connection has ended.
     """
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():
@@ -232,7 +244,7 @@ def authenticated_pipe(connected: socket.socket, key: bytes, role: bytes) -> Ite
 
 @contextmanager
 def shut_after(connected: socket.socket, seconds: float) -> Iterator[None]:
-    """End the connection if the block takes longer than ``seconds``."""
+    """Shut the connection down if the block takes longer than ``seconds``, so that its reads and writes end."""
     timer = threading.Timer(seconds, shut_connection, [connected])
     timer.daemon = True
     timer.start()

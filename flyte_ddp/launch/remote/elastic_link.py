@@ -45,6 +45,11 @@ class WorkerLink(Link):
         super().__init__(pipe, resumed_step)
 
     def handle_message(self, message: dict[str, Any]) -> None:
+        """Handle a message of rank 0 in the link's thread.
+
+        The message "over" sets the run's outcome, and may end this process after an error. The message "stack" is
+        answered with the main thread's stack. Other messages are handled as by any Link.
+        """
         if message["kind"] == "over":
             self.set_outcome_or_exit(message["error"])
         elif message["kind"] == "stack":
@@ -54,6 +59,10 @@ class WorkerLink(Link):
             super().handle_message(message)
 
     def handle_lost_launcher(self) -> None:
+        """Set the loss of rank 0 as the run's outcome, which may end this process.
+
+        If this host sees the run's folder, one of the ranks first saves a checkpoint in rank 0's place.
+        """
         if self.run_folder is not None:
             with suppress(OSError), hold_lock(self.run_folder, STAND_IN, wait=False):  # one rank is enough
                 self._stand_in(make_handover(self.run_folder))
@@ -64,7 +73,8 @@ class WorkerLink(Link):
         """Set the run's outcome, once, and end this process after an error.
 
         After an error, waits up to 2 s (rank 0: 10 s) for the main thread to call :meth:`wait_for_outcome`. If the main
-        thread does not, reports the error to Elastic, kills child processes, and exits with 1.
+        thread does not, reports the error to Elastic, kills child processes, and exits with 1. A RankError is set only
+        after a pause of 1 s.
         """
         if self.outcome.done():
             return
@@ -83,8 +93,9 @@ class WorkerLink(Link):
     def wait_for_outcome(self, own_error: BaseException | None = None) -> BaseException | None:
         """Return the run's error, or None if the run has completed.
 
-        With ``own_error``, this rank's error, waits at most 45 s for the outcome. Without an outcome, returns
-        ``own_error``. For a failed collective operation, returns its likely cause instead, the loss of rank 0.
+        Without ``own_error`` waits without a limit. If this rank has failed, its error is ``own_error``, and the wait
+        is at most 45 s. Then, without a run's error, returns ``own_error``. But if ``own_error`` is of a failed
+        collective operation, returns the loss of rank 0, its likely cause.
         """
         self.unwinding.set()
         if own_error is None:
@@ -100,7 +111,7 @@ def lost_rank_0_error() -> RankError:
 
 
 def write_exception(error: BaseException) -> None:
-    """Pickle an exception beside Elastic's error file, unless the pickle exists."""
+    """Pickle an exception beside Elastic's error file, unless the pickle exists. A failure to pickle is ignored."""
     path = Path(os.environ[ERROR_FILE]).with_suffix(ERROR_SUFFIX)
     with suppress(Exception):  # pickling a user-defined exception may raise anything
         if not path.exists():

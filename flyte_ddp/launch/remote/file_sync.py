@@ -21,7 +21,8 @@ Send = Callable[[dict[str, Any]], None]
 def read_file_as_messages(path: Path, name: str, start: int = 0) -> Iterator[dict[str, Any]]:
     """Yield a file's bytes from ``start`` on as messages of up to 4 MiB, at least one.
 
-    The last message has ``last`` True.
+    ``name`` is the path that the receiver gives the file, below its folder. The last message has ``last`` True. Bytes
+    that are appended meanwhile are not read. An OSError is raised by the iterator.
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -35,9 +36,13 @@ def read_file_as_messages(path: Path, name: str, start: int = 0) -> Iterator[dic
 
 
 def write_piece(folder: Path, message: dict[str, Any]) -> None:
-    """Write a piece of a file into ``folder``.
+    """Write a piece of a file into ``folder``. ``message`` comes from :func:`read_file_as_messages`.
 
-    Until the last piece, the file is named ``.NAME.tmp``. metrics.jsonl is written directly.
+    Until the last piece, the file is named ``.NAME.tmp``. metrics.jsonl is written directly. Bytes of the file after
+    the piece are cut off.
+
+    Raises:
+        UserError: The file cannot be written.
     """
     path = folder / message["name"]
     partial = path if message["name"] == METRICS else path.with_name(f".{path.name}.tmp")
@@ -65,7 +70,7 @@ class FileSender:
     def send_changes(self, *, all_files: bool = False) -> None:
         """Send new lines of metrics.jsonl, and changed checkpoints.
 
-        With ``all_files`` sends every changed file.
+        With ``all_files`` sends every changed file, except temporary files. Skips files that vanish meanwhile.
         """
         metrics = self.folder / METRICS
         if (size := size_or_zero(metrics)) != self.metrics_sent:

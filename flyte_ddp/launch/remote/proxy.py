@@ -22,9 +22,9 @@ class LauncherGoneError(ConnectionError):
 
 @contextmanager
 def detect_lost_launcher() -> Iterator[None]:
-    """Turn errors of the pipe into LauncherGoneError.
+    """Turn an OSError or EOFError of the block into LauncherGoneError.
 
-    Any other OSError belongs to this host.
+    Use the pipe alone in the block, because any other OSError belongs to this host.
     """
     try:
         yield
@@ -33,9 +33,14 @@ def detect_lost_launcher() -> Iterator[None]:
 
 
 def proxy_rank(handle: RankHandle, ticket: connection.JoinTicket, start_rank: Callable[[], RankHandle]) -> bool:
-    """Relay messages until the run is over and return True. Return False if the launcher is lost before.
+    """Connect to the launcher, and relay messages between the launcher and the rank until the run is over.
 
-    When the launcher requests a restart, ``start_rank`` starts the rank again.
+    When the launcher requests a restart, ``start_rank`` starts the rank again. Meanwhile SIGTERM and Ctrl-C request a
+    stop from the launcher. ``handle`` is the rank, which already runs.
+
+    Returns:
+        True if the run is over, also if no process listens at the launcher's port any more. False if the launcher
+            cannot be reached, or is lost.
     """
     with connection.open_local_folder(ticket) as folder:
         try:
@@ -66,10 +71,12 @@ def proxy_rank(handle: RankHandle, ticket: connection.JoinTicket, start_rank: Ca
 def relay_until_over(handle: RankHandle, folder: Path, pipe: Connection, send: Send) -> bool:
     """Receive the rank's work, and relay messages until the run is over or the rank must start again.
 
-    Returns True if the run is over, and False if the rank must start again.
+    Returns True if the run is over, and False if the rank must start again. After an error of this host, kills the
+    rank, reports the error as the rank's error, and waits for the launcher.
 
     Raises:
         RunOverError: The run is over before the work comes.
+        LauncherGoneError: The launcher is lost.
     """
     try:
         with detect_lost_launcher():
@@ -96,8 +103,8 @@ def relay_until_over(handle: RankHandle, folder: Path, pipe: Connection, send: S
 def relay_messages(handle: RankHandle, pipe: Connection, send: Send, folder: Path | None) -> bool:
     """Relay messages until the rank exits, and return whether the launcher has sent "over".
 
-    ``folder`` is this host's folder of the run, or None if the launcher sees the folder. For the rank that saves, sends
-    changes in the folder.
+    ``folder`` is this host's folder of the run, or None if the launcher sees the folder. For rank 0, and for a rank
+    that saves in its place, also sends changed files of the folder. Raises LauncherGoneError if the launcher is lost.
     """
     over = False
     files = FileSender(folder, send) if folder is not None and handle.rank == 0 else None

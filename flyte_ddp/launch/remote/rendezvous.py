@@ -41,6 +41,8 @@ def open_rendezvous(
 ) -> Iterator[Rendezvous]:
     """Open a free TCP port for agents during the block, and yield the Rendezvous that gathers agents.
 
+    During the block, the output folder holds a hidden empty file. An agent that finds the file sees the folder.
+
     Args:
         work: The work of the run.
         hosts: The addresses of this process.
@@ -86,8 +88,9 @@ class Rendezvous:
         """Gather all agents, send them the work, and return when all ranks have completed.
 
         After a recoverable failure the run resumes. For a restart in place, living agents start their ranks again, and
-        the engine may replace lost agents. Otherwise the engine may replace all agents. ``check_engine`` raises if an
-        agent will not come.
+        the engine may replace lost agents. Otherwise the engine may replace all agents. While agents are missing, calls
+        ``check_engine`` several times a second, which raises if an agent will not come. Raises the errors of all
+        launchers (:mod:`flyte_ddp.launch`).
         """
         failure: BaseException | None = None
         in_place = False
@@ -129,7 +132,9 @@ class Rendezvous:
     def gather_agents(
         self, group: list[RemoteHandle], num_ranks: int, stop: StopRequest, check_engine: Callable[[], None]
     ) -> None:
-        """Wait for the missing agents, and fill ``group``.
+        """Wait for the missing agents, and fill ``group`` with the handles of all connected agents, ordered by rank.
+
+        While waiting, calls ``check_engine``, which raises if an agent will not come.
 
         Raises:
             UnreachableError: An agent has not connected within 300 s.
@@ -168,7 +173,8 @@ class Rendezvous:
     def make_handles(self, found: Mapping[int, WorkerConnection]) -> list[RemoteHandle]:
         """Return the handles of the connected ranks, ordered by rank.
 
-        All ranks of a host use the folder of the host's lowest rank.
+        ``found`` has the connections by rank. All ranks of a host use the folder of the host's lowest rank. Ranks on
+        the launcher's host get the launcher's address that other hosts reach.
         """
         workers = [found[rank] for rank in sorted(found)]
         # Agents on the launcher's host may use the loopback. An address that other hosts have reached works for all.
@@ -205,7 +211,7 @@ class RemoteHandle(RankHandle):
     def send_work(self, work: Work) -> None:
         """Send the files that the host lacks, and then the work with the host's paths.
 
-        Waits without a limit.
+        Only the host's lowest rank gets the files. Waits without a limit until the host has stored each file.
         """
         if self.worker.folder is not None:
             checkpoint, folder = work.checkpoint, self.files_in
@@ -284,7 +290,7 @@ class RemoteHandle(RankHandle):
 def restart_agents(group: Sequence[RemoteHandle]) -> dict[int, WorkerConnection]:
     """Kill the ranks, and request new starts from the living agents.
 
-    Returns the connections of the living agents by rank.
+    Waits up to 10 s for each rank's end. Returns the connections of the living agents by rank.
     """
     for handle in group:
         handle.kill()
@@ -292,6 +298,7 @@ def restart_agents(group: Sequence[RemoteHandle]) -> dict[int, WorkerConnection]
 
 
 def send_work_in_turn(group: Sequence[RankHandle], work: Work, stop: StopRequest) -> None:
+    """Send each rank the work. If a stop comes meanwhile, raise StoppedError or KeyboardInterrupt."""
     for handle in group:
         handle.send_work(work)
         if stop.signal is not None:
@@ -302,6 +309,10 @@ def rewind_work(work: Work, why: str, keep: str = "") -> Work:
     """Rewind the output folder to its newest checkpoint or to the start, and return the work from there.
 
     Prints ``why``, unless progress is off. Removes temporary files of killed ranks, except the file named ``keep``.
+    Without a checkpoint, also empties metrics.jsonl and removes ``results/``.
+
+    Raises:
+        UserError: No existing checkpoint is readable, or the newest checkpoint is of another run.
     """
     remove_temporary_files(work.output_folder, keep)
     found = rewind_to_newest_checkpoint(work.output_folder, work.identity)

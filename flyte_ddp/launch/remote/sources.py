@@ -31,8 +31,8 @@ def pack_sources(*specs: str) -> bytes:
 def unpack_sources(sources: bytes, parent_folder: str) -> Iterator[tuple[str | None, list[str]]]:
     """Write the sources into a temporary folder for the block. Yield the folder, and the folders for ``sys.path``.
 
-    If this host has the same files, yields None and the original folders. Unpickles ``sources``, so the sender must be
-    trusted.
+    If this host has the same files, or ``sources`` is empty, writes nothing, and yields None and the original folders.
+    The temporary folder is made in ``parent_folder``. Unpickles ``sources``, so the sender must be trusted.
     """
     files: list[tuple[str, str, bytes]] = pickle.loads(zlib.decompress(sources)) if sources else []
     paths = [(Path(place, name), content) for place, name, content in files]

@@ -15,9 +15,11 @@ MISTAKES = {Cause.MISTAKE: UserError, Cause.UNREACHABLE: UnreachableError}
 
 
 def find_first_failure(group: Sequence[RankHandle], timeout: float) -> UserError | RankError:
-    """Return the error of the rank that failed first.
+    """Return the error of the rank that failed first. Call this function after a rank has failed.
 
-    ``timeout`` is the ranks' limit in seconds, for the text of the error.
+    Without a root cause, the error is of a rank killed by SIGABRT, else of the failed collective operation. For the
+    last error, reads the stacks of ranks without a report, which takes up to 3 s each. ``timeout`` is the ranks' limit
+    in seconds, for the text of the error.
     """
     if (error := find_root_cause(group)) is not None:
         return error
@@ -30,7 +32,8 @@ def find_first_failure(group: Sequence[RankHandle], timeout: float) -> UserError
 def find_root_cause(group: Sequence[RankHandle]) -> UserError | RankError | None:
     """Return a failure that no other rank caused, or None.
 
-    The order of the search is: a signal, a lost rank, the earliest report, an exit code.
+    First looks for a rank that a signal other than SIGABRT has killed, and then for a lost rank. The next choice is the
+    earliest report of a root cause, and the last is an exit code without a report.
     """
     for handle in group:
         if handle.exitcode is not None and handle.exitcode < 0 and handle.exitcode != -signal.SIGABRT:
@@ -58,6 +61,10 @@ def find_root_cause(group: Sequence[RankHandle]) -> UserError | RankError | None
 
 
 def killed_rank_error(rank: int, by: signal.Signals, *, out_of_memory: bool) -> RankError:
+    """Return the recoverable error of a rank that the signal ``by`` has killed.
+
+    For SIGKILL the error is an OutOfMemoryError or a RankLostError, and for any other signal a RankError.
+    """
     message = f"rank {rank} was killed by {by.name}"
     if by != signal.SIGKILL:
         return RankError(message, recoverable=True)
@@ -67,10 +74,12 @@ def killed_rank_error(rank: int, by: signal.Signals, *, out_of_memory: bool) -> 
 
 
 def collective_failure_error(group: Sequence[RankHandle], timeout: float) -> RankError:
-    """Return the error for failed collective operations without a known root cause.
+    """Return the error for failed collective operations without a known root cause. At least one rank must have a
+    report.
 
-    The error is recoverable, unless all ranks are on one host and failed without a timeout. In this case the operation
-    is the cause.
+    The error is recoverable, unless all ranks are on one host and all report a failure without a timeout. In this case
+    the operation is the cause, except for a system error of NCCL. Reads the stacks of ranks without a report, which
+    takes up to 3 s each.
     """
     reports = list_reports(group, CONSEQUENCES)
     late = sorted(rank for rank, report in reports if report.cause is Cause.TIMEOUT)
@@ -94,7 +103,7 @@ def collective_failure_error(group: Sequence[RankHandle], timeout: float) -> Ran
 
 
 def list_reports(group: Sequence[RankHandle], causes: Container[Cause]) -> list[tuple[int, FailureReport]]:
-    """Return rank and report of each failure with one of these causes.
+    """Return rank and report of each failure whose cause is in ``causes``.
 
     The earliest report by the launcher's clock is the first.
     """

@@ -62,6 +62,10 @@ class ForkedHandle(ProcessHandle):
         self.all_ended = self.server_ended = False
 
     def poll_exit(self) -> bool:
+        """Read the server's messages, and return whether the rank has ended.
+
+        If the server has ended first, its exit code counts as the rank's.
+        """
         server = self.process.exitcode  # before the pipe is read: the server's last messages are then in the pipe
         self._read_exit_pipe()
         if self.exitcode is None:
@@ -69,6 +73,7 @@ class ForkedHandle(ProcessHandle):
         return self.exitcode is not None
 
     def _read_exit_pipe(self) -> None:
+        """Store the process id, the exit code and the end of all ranks, if the server has sent them. Does not wait."""
         try:
             while not self.all_ended and self.exit_pipe.poll():
                 number = self.exit_pipe.recv()
@@ -82,6 +87,7 @@ class ForkedHandle(ProcessHandle):
             self.server_ended = True
 
     def kill(self) -> None:
+        """Make the server kill all its ranks, not only this rank."""
         if self.process.is_alive() and self.process.pid:
             os.kill(self.process.pid, END)
 
@@ -127,8 +133,8 @@ class RankServer:
     def start_ranks(self, group: list[RankHandle], infos: Sequence[RankInfo]) -> None:
         """Have the server fork ranks, and append their handles to ``group``.
 
-        The ranks then wait for work. If the server does not run, starts the server. All ranks of an earlier start must
-        have ended.
+        Does not wait for the ranks, which then wait for work. If the server does not run, starts the server. All ranks
+        of an earlier start must have ended. If the server ends meanwhile, the handles report the ranks as ended.
         """
         with spawn_context() as context:
             if self.process is None or not self.process.is_alive() or self.requests is None:
@@ -161,7 +167,8 @@ class RankServer:
 def open_starter() -> Iterator[Callable[[list[RankHandle], Sequence[RankInfo]], None]]:
     """Yield a function that starts ranks on this host and appends their handles to a list.
 
-    All ranks must have ended before the end of the block.
+    All ranks must have ended before the end of the block. On Linux, the end of the block waits up to 10 s for the rank
+    server, and then kills the server.
     """
     if not POSSIBLE:
         yield start_processes
@@ -176,8 +183,12 @@ def open_starter() -> Iterator[Callable[[list[RankHandle], Sequence[RankInfo]], 
 def run_rank_server(requests: socket.socket, with_torch: bool) -> NoReturn:
     """Fork the requested ranks, and send the launcher their process ids and exit codes, until the launcher ends.
 
-    Call this function with SIGTERM and SIGINT blocked. Linux ends the server with the launcher, and the ranks with the
-    server.
+    Then kills the ranks and exits with code 1. Call this function in a new process with SIGTERM and SIGINT blocked.
+    Linux ends the server with the launcher, and the ranks with the server.
+
+    Args:
+        requests: The socket by which requests and pipes come.
+        with_torch: Whether to import torch and the work's function before the first fork.
     """
     die_with_parent()
     become_subreaper()  # the server adopts processes that ranks leave behind, and kills them
@@ -215,6 +226,11 @@ def receive_request(requests: socket.socket) -> list[RankPipes]:
 
 
 def fork_ranks(ranks: list[RankPipes], requests: socket.socket) -> None:
+    """Fork a process for each rank, and send the launcher the process id by the rank's ``exit_pipe``.
+
+    Closes the server's ends of the ranks' other pipes. If a fork fails, reports the error as the rank's error, kills
+    all ranks and exits. Call this function with SIGTERM and SIGINT blocked.
+    """
     for each in ranks:
         try:
             each.pid = fork_rank(each, ranks, requests)
@@ -226,9 +242,10 @@ def fork_ranks(ranks: list[RankPipes], requests: socket.socket) -> None:
 
 
 def wait_for_ranks(ranks: list[RankPipes]) -> None:
-    """Send the ranks' exit codes, and kill the processes that ranks have left behind.
+    """Wait for the ranks without a limit, and send the launcher each exit code.
 
-    When all processes have ended, closes the ranks' pipes.
+    Kills the processes that ranks have left behind: at once when a rank fails, else after the last rank. When all
+    processes have ended, sends None for each rank and closes the ranks' pipes.
     """
     running = {each.pid: each for each in ranks}
     while running:
@@ -252,9 +269,10 @@ def send_to_launcher(rank: RankPipes, number: int | None) -> None:
 
 
 def import_torch(ranks: list[RankPipes]) -> None:
-    """Import torch and the work's function, and freeze all objects.
+    """Import torch and the work's function, and exempt all present objects from garbage collection.
 
-    If the import fails, reports the failure as each rank's error, and exits.
+    If the import fails, reports the failure as each rank's error, and exits with code 1. During the import, SIGUSR1
+    writes the stack to the first rank's ``stacks``.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as in start_rank, which runs after this import
     faulthandler.register(signal.SIGUSR1, file=ranks[0].stacks.fileno(), all_threads=False)  # for a slow import
@@ -273,7 +291,13 @@ def import_torch(ranks: list[RankPipes]) -> None:
 def fork_rank(own: RankPipes, ranks: list[RankPipes], requests: socket.socket) -> int:
     """Fork a process that runs the rank, and return the process's id.
 
-    Call this function with SIGTERM and SIGINT blocked.
+    Returns only in the server. The new process seeds NumPy's global generator, and ends with the rank. Call this
+    function with SIGTERM and SIGINT blocked.
+
+    Args:
+        own: The pipes of the rank.
+        ranks: The pipes of all ranks. The new process closes the other ranks' pipes.
+        requests: The server's socket, which the new process closes.
     """
     server = os.getpid()
     pid = os.fork()
@@ -294,6 +318,7 @@ def fork_rank(own: RankPipes, ranks: list[RankPipes], requests: socket.socket) -
 
 
 def report_and_exit(error: BaseException, ranks: list[RankPipes]) -> NoReturn:
+    """Send the launcher the error as each rank's error, kill all ranks, and exit with code 1."""
     for each in ranks:
         with suppress(OSError):
             each.pipe.send({"kind": "error", "report": report_failure(error)})

@@ -39,9 +39,9 @@ class PipeEnd:
         self.pipe, self._sending = pipe, threading.Lock()
 
     def send(self, kind: str, **values: Any) -> None:
-        """Send a message from any thread, if the other side lives.
+        """Send a message with this kind and these values, from any thread.
 
-        Waits without a limit while the pipe is full.
+        Waits without a limit while the pipe is full. If the other side has ended, does nothing.
         """
         with self._sending, suppress(OSError):
             self.pipe.send({"kind": kind, **values})
@@ -69,7 +69,8 @@ class Link(PipeEnd):
     def receive_work(self) -> Any:
         """Wait for the Work without a limit, and return the Work.
 
-        Sets the network interface that the launcher names.
+        Imports the modules of the Work's classes. Sets the environment variables of the network interface that the
+        launcher names.
         """
         message = self._received["work"].get()
         if message["network"]:
@@ -98,6 +99,10 @@ class Link(PipeEnd):
         self._stand_in = stand_in
 
     def _listen(self) -> None:
+        """Handle messages in the link's thread until the pipe ends.
+
+        If a message cannot be handled, reports the error and ends this process with exit code 1.
+        """
         try:
             while True:
                 self.handle_message(self.pipe.recv())
@@ -108,6 +113,7 @@ class Link(PipeEnd):
             os._exit(1)
 
     def handle_message(self, message: dict[str, Any]) -> None:
+        """Store the work or rank 0's address for the main thread, or save a checkpoint and answer with its step."""
         if message["kind"] == "work":
             self._save = lambda _: int(message["saved"])
         if message["kind"] in self._received:

@@ -11,7 +11,10 @@ NETWORK_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def set_network_interface(host: str) -> None:
-    """Set gloo's and NCCL's environment variables to the interface with this address, unless already set."""
+    """Set gloo's and NCCL's environment variables to the interface with the IPv4 address ``host``.
+
+    A variable that is set already is kept. If no interface has the address, does nothing.
+    """
     for _, name in socket.if_nameindex():
         if interface_address(name) == host:
             for variable in NETWORK_VARIABLES:
@@ -28,6 +31,7 @@ def is_loopback(address: str) -> bool:
 
 
 def interface_address(interface: str) -> str:
+    """Return the IPv4 address of a network interface, or "" if the interface has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
             answer = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, struct.pack("256s", interface.encode()))

@@ -41,9 +41,10 @@ class Rank:
         self.store: Store | None = None  # the ranks' common store, which only join() sets
 
     def record_restarts(self, write: Callable[[dict[str, Any]], None]) -> None:
-        """Record each restart in place since the checkpoint, and report to the launcher that the work resumes.
+        """Pass to ``write`` a record of each restart that happened after the loaded checkpoint was saved.
 
-        Call this method on rank 0 when the checkpoint is loaded. ``write`` writes a record.
+        If a restart happened, also reports to the launcher that the work resumes. Call this method on rank 0 when the
+        checkpoint is loaded. The last record has the seconds since its failure.
         """
         restarts = self.work.restarts
         for restart in restarts:
@@ -61,9 +62,13 @@ class Rank:
             self.link.send("writing", begins=begins)
 
     def open_store(self) -> TCPStore:
-        """Open the ranks' common store, also for ``env://`` groups.
+        """Open and return the ranks' common store, also for torch's ``env://`` groups.
 
-        Rank 0 serves the store. Other ranks wait for its address.
+        Rank 0 serves the store at a free port, which the launcher passes on. Other ranks wait for this address.
+
+        Raises:
+            CollectiveTimeoutError: The address has not come within the setting ``timeout``.
+            CollectiveError: The connection to the store failed.
         """
         info, link, timeout = self.info, self.link, timedelta(seconds=self.work.settings.timeout)
         with translate_collective_errors():
@@ -90,9 +95,10 @@ class Rank:
             return store
 
     def join_by(self, store: Store) -> None:
-        """Join torch's process group by this store.
+        """Join torch's process group by this store, and wait for all ranks.
 
-        On a GPU, also reports a collective operation that takes too long to the launcher.
+        On a GPU, also starts a thread that reports a collective operation that takes too long to the launcher. NCCL
+        connects the ranks without a time limit.
         """
         work, info = self.work, self.info
         on_gpu = work.world.device_type == "cuda"
@@ -110,7 +116,7 @@ class Rank:
             )
 
     def join(self) -> None:
-        """Join torch's process group.
+        """Join torch's process group, and set ``store``.
 
         All ranks must call this method, which waits for all ranks. With a single rank, does nothing.
         """
@@ -143,7 +149,14 @@ class Rank:
 def run_rank(work: Work, info: RankInfo, offer_saving: OfferSaving, link: Link | None = None) -> None:
     """Run the work's function in this rank, and then leave the process group.
 
-    All ranks must call this function.
+    All ranks must call this function, which waits for all ranks at the end. Changes process-wide settings, such as
+    torch's threads, the current GPU, the time limits and the use of freed memory.
+
+    Args:
+        work: The work, prepared for this host.
+        info: The place of the rank.
+        offer_saving: Called with the function that saves a checkpoint.
+        link: The connection to the launcher (None: the launcher is in this process).
     """
     faulthandler.enable()
     torch.set_num_threads(work.world.threads)
@@ -177,7 +190,11 @@ def retain_freed_memory(keep: bool = True) -> None:
 
 @contextmanager
 def restore_process_settings() -> Iterator[None]:
-    """Restore after the block the process-wide settings that run_rank and the work's function change."""
+    """Restore after the block the process-wide settings that run_rank and the work's function change.
+
+    The settings are torch's threads and deterministic algorithms, CUBLAS_WORKSPACE_CONFIG, and the random states of
+    Python, NumPy and torch. After the block, glibc returns freed memory to the kernel again.
+    """
     threads, cublas = torch.get_num_threads(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     deterministic = torch.are_deterministic_algorithms_enabled()
     try:

@@ -77,7 +77,7 @@ class RankHandle(PipeEnd):
     def read_messages(self) -> Iterator[dict[str, Any]]:
         """Yield the messages that have come from the rank, for up to 0.1 s.
 
-        If the rank has ended, yields all messages.
+        If the rank has ended, yields all messages. When the pipe has ended, sets ``listening`` to False. Does not wait.
         """
         deadline = time.monotonic() + READ_SECONDS if self.exitcode is None else math.inf
         try:
@@ -87,6 +87,7 @@ class RankHandle(PipeEnd):
             self.listening = False
 
     def handle_message(self, message: dict[str, Any]) -> None:
+        """Store the state that a rank's message reports in the attributes."""
         if message["kind"] == "error":
             self.report = message["report"]
         elif message["kind"] == "completed":
@@ -135,6 +136,7 @@ class ProcessHandle(RankHandle):
         self.work, self.resumed_step = work, work.checkpoint.step if work.checkpoint else 0
 
     def read_messages(self) -> Iterator[dict[str, Any]]:
+        """Yield the messages that have come from the rank. Send the kept work when the rank is ready."""
         for message in super().read_messages():
             if message["kind"] == "ready":
                 self.ready = True
@@ -160,6 +162,7 @@ class ProcessHandle(RankHandle):
 
 
 def start_processes(group: list[RankHandle], infos: Sequence[RankInfo]) -> None:
+    """Spawn a process for each rank, and append its handle to ``group`` as soon as the process has started."""
     for info in infos:
         with spawn_context() as context:
             pipe, rank_pipe = context.Pipe()

@@ -21,8 +21,9 @@ from flyte_ddp.machine import process
 def start_rank(info: RankInfo, pipe: Connection, stacks: Connection) -> None:
     """Run the rank's work to its end, report to the launcher, and exit this process.
 
-    This is the first function of a rank's process. The caller must have blocked SIGTERM and SIGINT, and this function
-    unblocks both signals. On SIGUSR1, the process writes its stack to ``stacks``, even in C code.
+    This is the first function of a rank's process, and never returns. The caller must have blocked SIGTERM and SIGINT,
+    and this function unblocks both signals. SIGTERM is only reported to the launcher, and SIGINT and SIGHUP are
+    ignored. On SIGUSR1, the process writes its stack to ``stacks``, even in C code.
     """
     process.die_with_parent()
     process.restore_start_method()
@@ -46,7 +47,10 @@ def start_rank(info: RankInfo, pipe: Connection, stacks: Connection) -> None:
 
 
 def run_and_report(info: RankInfo, link: Link) -> int:
-    """Run the rank's work, report its end or error to the launcher, and return the process's exit code."""
+    """Run the rank's work, report its end or error to the launcher, and return the process's exit code.
+
+    After a failed collective operation, waits until the launcher kills this process, and does not return.
+    """
     try:
         from flyte_ddp.launch.supervise.rank import run_rank
 

@@ -45,6 +45,10 @@ class FailureReport:
 
 
 def report_failure(error: BaseException) -> FailureReport:
+    """Return the report of an exception for the launcher.
+
+    The report of a CollectiveError has the class and text of its cause.
+    """
     raised = error.__cause__ if type(error) is CollectiveError and error.__cause__ else error  # torch's error
     trace = shorten_text("".join(traceback.format_exception(error)))
     return FailureReport(find_cause(error), type(raised).__name__, exception_message(raised), trace, time.monotonic())
@@ -66,7 +70,8 @@ def shorten_text(text: str) -> str:
 def find_cause(error: BaseException) -> Cause:
     """Return the cause of a rank's failure, by the types of the exception and of the exceptions that caused it.
 
-    If a signal has ended a process of torch's DataLoader, the cause is the machine.
+    The text counts only for a RuntimeError of torch. If a signal has ended a process of torch's DataLoader, the cause
+    is the machine.
     """
     kinds = ((UnreachableError, Cause.UNREACHABLE), (UserError, Cause.MISTAKE), (MachineError, Cause.MACHINE))
     for kind, cause in kinds:

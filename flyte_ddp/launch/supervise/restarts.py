@@ -26,12 +26,13 @@ class Restarts:
         self.last_error: RankError | None = None  # the failure before the last restart
 
     def rewind(self, work: Work, error: RankError, keep: str = "") -> Work:
-        """Set the run's folder back to the newest checkpoint, and return the work of the next start.
+        """Count a restart, set the run's folder back to the newest checkpoint, and return the work of the next start.
 
-        Removes temporary files of killed ranks, except the file named ``keep``.
+        Removes temporary files of killed ranks, except the file named ``keep``. Without a checkpoint, also removes
+        ``results/``.
 
         Raises:
-            UserError: The checkpoints cannot be read.
+            UserError: No existing checkpoint is readable, or the newest checkpoint is of another run.
         """
         remove_temporary_files(work.output_folder, keep)
         found = rewind_to_newest_checkpoint(work.output_folder, work.identity)
@@ -39,9 +40,9 @@ class Restarts:
         return replace(work, checkpoint=found, restarts=self.without_progress)
 
     def count(self, error: RankError, step: int) -> Restart:
-        """Count a restart from the checkpoint of this step.
+        """Count a restart from the checkpoint of this step, and return the restart.
 
-        If the step is later than the last restart's, the count begins again at 1.
+        If the step is later than the last restart's step, the count begins again at 1.
         """
         if self.without_progress and step > self.without_progress[-1].step:
             self.without_progress = ()
@@ -58,7 +59,11 @@ class Restarts:
             raise final
 
     def find_reason_to_end(self, output_folder: Path, error: RankError) -> RankError | None:
-        """Return ``error``, with the reason, if the run must end. Return None if a restart may help."""
+        """Return ``error``, with the reason, if the run must end. Return None if a restart may help.
+
+        The run ends if the error is not recoverable, or restarts are turned off. Without progress since the last
+        restart, the run also ends after ``most`` restarts, or when memory ran out twice in succession.
+        """
         if not error.recoverable or not self.most:
             return error
         step = checkpoint.newest_step(output_folder)
@@ -75,7 +80,8 @@ class Restarts:
 def run_with_restarts(work: Work, run: Callable[[Work], None], stop: StopRequest) -> None:
     """Call ``run`` with the work, and again after each failure for which a restart may help.
 
-    Raises the errors of all launchers (:mod:`flyte_ddp.launch`).
+    Before each restart, sets the run's folder back to the newest checkpoint. If ``stop`` has been requested, raises
+    StoppedError or KeyboardInterrupt instead. Raises the errors of all launchers (:mod:`flyte_ddp.launch`).
     """
     restarts = Restarts(work.settings.restarts)
     while True:

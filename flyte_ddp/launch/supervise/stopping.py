@@ -18,8 +18,8 @@ STOP_LISTENING = 0  # not a signal's number; ends a thread that waits for number
 def call_on_signals(numbers: Collection[signal.Signals], function: Callable[[], None]) -> Iterator[None]:
     """Call a function in a thread whenever a signal of ``numbers`` comes in the block.
 
-    The signals have no other effect. Enter the block in the main thread. The main thread may be in a collective
-    operation for minutes.
+    The signals have no other effect. Enter the block in the main thread. The call also comes while the main thread is
+    in a collective operation. The end of the block waits for a call that is running.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -78,8 +78,8 @@ class StopRequest:
 def catch_stop_signals() -> Iterator[StopRequest]:
     """Yield a StopRequest that the first SIGTERM, SIGHUP or Ctrl-C makes.
 
-    A later Ctrl-C raises KeyboardInterrupt. Outside the main thread, Python sets no handler, and signals make no
-    request.
+    A later Ctrl-C raises KeyboardInterrupt, and other later signals have no effect. A SIGHUP that ``nohup`` ignores
+    stays ignored. Outside the main thread, signals make no request.
     """
     stop = StopRequest()
 

@@ -24,8 +24,12 @@ def supervise_ranks(group: Sequence[RankHandle], stop: StopRequest, work: Work) 
     """Handle the ranks' messages until all ranks have completed.
 
     Raises the errors of all launchers (:mod:`flyte_ddp.launch`), but waits for a checkpoint first. After a failure
-    waits up to 8 s for a rank to begin the writing, and up to ``timeout`` for the end of the writing. After a stop
-    waits up to ``save_seconds`` in all. ``timeout`` and ``save_seconds`` are settings. Kills no rank.
+    waits up to 8 s for rank 0 to begin the writing, and up to 8 s more for other ranks. A rank that writes gets up to
+    ``timeout``. Afterwards waits up to 2 s for the root cause. After a stop waits up to ``save_seconds`` in all.
+    ``timeout`` and ``save_seconds`` are settings. Kills no rank.
+
+    Raises:
+        RankLostError: A rank has not begun its work within 300 s.
     """
     settings = work.settings
     deadline = time.monotonic() + START_SECONDS
@@ -57,9 +61,11 @@ def supervise_ranks(group: Sequence[RankHandle], stop: StopRequest, work: Work) 
 def wait_and_handle_messages(
     group: Sequence[RankHandle], stop: StopRequest, seconds: float | None = None, *, stop_ends_wait: bool = False
 ) -> None:
-    """Wait for a rank to send a message or to end, and handle the messages.
+    """Wait until a rank sends a message or ends, and handle the messages of all ranks.
 
-    Waits up to ``seconds`` (None: without a limit). If ``stop_ends_wait`` is True, a stop also ends the wait.
+    Waits up to ``seconds`` (None: without a limit). If ``stop_ends_wait`` is True, a stop also ends the wait. Messages
+    set attributes of the handles. If a rank got SIGTERM, requests a stop in ``stop``. The port of rank 0's store is
+    passed on to the other ranks.
     """
     waitables = [waitable for handle in group for waitable in handle.waitables()]
     connection.wait([*waitables, *([stop.reader] if stop_ends_wait else [])], seconds)
@@ -80,7 +86,8 @@ def wait_and_handle_messages(
 def wait_for_root_cause(group: Sequence[RankHandle], stop: StopRequest) -> None:
     """Handle messages until all ranks have failed, for at most 2 s.
 
-    If a root cause is known, handles messages for at most 0.2 s.
+    Once a root cause is known, the limit is 0.2 s. Both limits count from the call. A stop does not end the wait, but
+    ranks may request a stop in ``stop``.
     """
     begin = time.monotonic()  # the root cause may be reported after its consequences
     while not all(handle.failed for handle in group):
@@ -92,9 +99,11 @@ def wait_for_root_cause(group: Sequence[RankHandle], stop: StopRequest) -> None:
 def save_after_failure(group: Sequence[RankHandle], stop: StopRequest, work: Work) -> int | None:
     """Have a rank write a checkpoint, and return its step, or None if no rank answers.
 
-    Rank 0 saves. If rank 0 does not answer, the lowest living rank saves, because all ranks of a training have the same
-    state. Waits up to 8 s for rank 0, and up to 8 s for the other ranks together. A rank that is writing gets up to the
-    time limit of collective operations.
+    Rank 0 saves. If rank 0 does not answer, asks the other ranks one after the other, because all ranks have the same
+    state. Does not ask other ranks after a failure of a rank's code, or on GPUs while rank 0 lives.
+
+    Waits up to 8 s for rank 0, and up to 8 s for the other ranks together. A rank that is writing gets up to the time
+    limit of collective operations. Without any checkpoint, rank 0 answers 0.
     """
     seconds, timeout = SAVE_AFTER_FAILURE_SECONDS, work.settings.timeout
     saver, saved = group[0], request_checkpoint(group, stop, seconds, timeout)
@@ -127,7 +136,11 @@ def request_checkpoint(
 ) -> int | None:
     """Have rank 0 save, and return the newest checkpoint's step.
 
-    Returns 0 without a checkpoint, and None without an answer. For the waits see :func:`await_checkpoint`.
+    Waits up to ``seconds``, and up to ``most_seconds`` while the rank writes a checkpoint. If rank 0 has not got its
+    work yet, does not wait, and returns the step of the run's start.
+
+    Returns:
+        The step, 0 without a checkpoint, or None without an answer.
     """
     leader = group[0]
     if not leader.has_started():
@@ -147,8 +160,9 @@ def await_checkpoint(
 ) -> int | None:
     """Send a rank the request "save" or "stand_in", and return the step of the answer.
 
-    Without an answer returns None. Waits up to ``seconds``, and up to ``most_seconds`` while the rank writes a
-    checkpoint.
+    Waits up to ``seconds``, and up to ``most_seconds`` while the rank writes a checkpoint. Meanwhile handles all
+    messages. ``values`` are further entries of the request. Returns None without an answer, or if the rank has no state
+    to save.
     """
     handle.answered, handle.saved = False, None
     handle.send(request, seconds=seconds, **values)
@@ -163,7 +177,10 @@ def await_checkpoint(
 
 
 def print_restart(group: Sequence[RankHandle], work: Work) -> None:
-    """Print once how long a restart took, when rank 0 reports that the work resumes."""
+    """Print how long the last restart took, if rank 0 has just reported that the work resumes.
+
+    Prints nothing if progress is off. Clears the handle's ``has_resumed``, so the text is printed once.
+    """
     if group[0].has_resumed and work.restarts and work.settings.progress != "off":
         restart = work.restarts[-1]
         print_to_stderr(restart.describe(max(0.0, time.time() - restart.time)))
