@@ -43,7 +43,7 @@ def main(base: BinaryIO, sweep: BinaryIO, output: Path) -> None:
     if not is_finished(folder):  # results outlive the folders of runs
         run_part(winner.hp, data, folder, winner.steps_divisor)
     write_page(searched, done, folder / SIDECAR, output)
-    print_local_files("sweep done; made in", {output / name: what for name, what in PAGES.items()})
+    print_local_files("sweep done; written to", {output / name: what for name, what in PAGES.items()})
 
 
 if __name__ == "__main__":
