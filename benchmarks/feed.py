@@ -18,7 +18,7 @@ from benchmarks.running import call
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, image_arrays, open_prepared
 from flyte_ddp.hardware import detect_hardware
-from flyte_ddp.launch.supervise.rank import retain_freed_memory
+from flyte_ddp.launch.supervise.rank import configure_malloc
 from flyte_ddp.loading import opening
 from flyte_ddp.loading.arrays import open_array_batches
 from flyte_ddp.loading.split import Split
@@ -108,7 +108,7 @@ def train_epoch(split: Split, model: nn.Module, optimizer: torch.optim.Optimizer
 def measure_rates(order: dict[str, Any]) -> dict[str, list[float]]:
     """Return the images/s of the epochs of all sides. The first epoch of each side is not counted."""
     torch.set_num_threads(1)
-    retain_freed_memory()
+    configure_malloc(retain=True)
     model = ManyOperations()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     splits = {side: open_training(side, order) for side in ("arrays", *POOLS)}

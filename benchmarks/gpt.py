@@ -28,7 +28,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.launch.supervise.link import RankInfo
-from flyte_ddp.launch.supervise.rank import Rank, retain_freed_memory
+from flyte_ddp.launch.supervise.rank import Rank, configure_malloc
 from flyte_ddp.order import sampling
 from flyte_ddp.training.recording import Recorder
 from flyte_ddp.training.training_state import TrainingState
@@ -84,7 +84,7 @@ def run_rank(rank: int, order: dict[str, Any], folder: Path) -> None:
     hp = Hyperparameters(**OURS)
     work = make_work(hp, Path(order["data"]), folder)
     torch.set_num_threads(1)
-    retain_freed_memory()
+    configure_malloc(retain=True)
     store = distributed.FileStore(str(folder / "store"), RANKS)  # type: ignore[attr-defined]
     Rank(work, RankInfo(rank, RANKS, local_rank=rank), print).join_by(store)
     state = TrainingState(hp, detect_hardware(hp), open_prepared(Path(order["data"])), None)

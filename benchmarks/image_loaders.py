@@ -29,7 +29,7 @@ from benchmarks.running import most_memory
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.hardware import detect_hardware
-from flyte_ddp.launch.supervise.rank import retain_freed_memory
+from flyte_ddp.launch.supervise.rank import configure_malloc
 from flyte_ddp.loading import cropping
 from flyte_ddp.loading.decoding import decode_image
 from flyte_ddp.loading.opening import open_splits
@@ -89,7 +89,7 @@ def images_of(batches: Iterable[Any]) -> Iterator[Tensor]:
 
 def ours(order: dict[str, Any], folder: Path, *, normalise: bool = True) -> Epoch:
     """The library's training split, in a process that keeps its memory as a rank does."""
-    retain_freed_memory()
+    configure_malloc(retain=True)
     hp = Hyperparameters(
         dataset=order["dataset"],
         test_dataset=order["test_dataset"],
@@ -242,7 +242,7 @@ def bare_processes(order: dict[str, Any], _: Path) -> Epoch:
 
 def in_workers(pool: Executor, workers: int, images: Sequence[int]) -> Epoch:
     """Decode and crop in workers, each with a part of the images. Processes inherit the images by fork."""
-    retain_freed_memory()
+    configure_malloc(retain=True)
     parts = [images[start::workers] for start in range(workers)]
     [generated_images.content(number) for part in parts for number in part]
 

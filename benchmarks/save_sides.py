@@ -20,7 +20,7 @@ from flyte_ddp import current_rank
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import open_prepared
 from flyte_ddp.hardware import detect_hardware, request_ranks
-from flyte_ddp.launch.supervise.rank import retain_freed_memory
+from flyte_ddp.launch.supervise.rank import configure_malloc
 from flyte_ddp.runs.identity import checkpoint_identity
 from flyte_ddp.runs.work import Work
 from flyte_ddp.training.checkpointing import Checkpointer
@@ -81,7 +81,7 @@ def time_sides(
 ) -> Seconds:
     """Return both sides' seconds on one thread, in memory that the process has freed before, as in a CPU rank."""
     torch.set_num_threads(1)
-    retain_freed_memory()
+    configure_malloc(retain=True)
     sides = {"save": save, "clone": lambda: [each.detach().clone() for each in tensors]}
     found: Seconds = {side: [] for side in sides}
     for repeat in range(repeats + 1):

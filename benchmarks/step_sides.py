@@ -27,7 +27,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import SampleArrays, arrays, fetch, image_arrays, open_prepared
 from flyte_ddp.datasets.prepared_folder import StoredSet
 from flyte_ddp.hardware import detect_hardware, request_ranks
-from flyte_ddp.launch.supervise.rank import retain_freed_memory
+from flyte_ddp.launch.supervise.rank import configure_malloc
 from flyte_ddp.machine.resources import detect_world
 from flyte_ddp.models import zoo
 from flyte_ddp.models.inputs import InputSpec
@@ -188,7 +188,7 @@ def time_blocks_in(folder: Path, order: dict[str, Any]) -> dict[str, list[float]
     settings = Settings(progress="off", cache_folder=folder / "cache")
     hardware = detect_hardware(hp)
     torch.set_num_threads(order.get("threads") or hardware.threads)
-    retain_freed_memory()
+    configure_malloc(retain=True)
     state = TrainingState(hp, hardware, open_prepared(data), None, settings)
     with closing(state.splits), closing(Recorder(folder, state)) as recorder:
         sides: dict[str, Iterator[object]] = {"ours": train_ours(state, recorder), "bare": train_bare(state)}

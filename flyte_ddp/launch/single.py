@@ -9,7 +9,7 @@ from dataclasses import replace
 from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.launch.supervise.link import OfferSaving, RankInfo, SaveFunction
 from flyte_ddp.launch.supervise.network import LOOPBACK
-from flyte_ddp.launch.supervise.report import Cause, report_failure
+from flyte_ddp.launch.supervise.report import Cause, make_failure_report
 from flyte_ddp.launch.supervise.stopping import catch_stop_signals, stop_error
 from flyte_ddp.machine.process import kill_new_descendants_at_end
 from flyte_ddp.machine.resources import detect_world
@@ -40,7 +40,7 @@ def launch(work: Work) -> None:
         except SystemExit as error:
             raise RankError(f"rank 0 ended with exit code {error.code} before it had finished") from error
         except Exception as error:
-            report = report_failure(error)
+            report = make_failure_report(error)
             raise RankError(report.format(rank=0), recoverable=report.cause is Cause.MACHINE) from error
 
 

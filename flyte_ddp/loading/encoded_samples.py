@@ -178,7 +178,7 @@ class EncodedSamples(SampleLoader):
     def fit_to_square(
         self, image: Pixels, target: NDArray[Any], draws: NDArray[np.float64] | None, where: str
     ) -> tuple[Pixels, NDArray[Any]]:
-        """Return an image that user code made as a square in colour, and its target.
+        """Crop and resize an image of user code to a square with 3 channels. Return the square and the target.
 
         A target with the image's height and width is a mask, and is cropped with the image. If ``draws`` is None, the
         middle square is used, and an image of the final size is not cropped. ``where`` names the sample in errors.

@@ -8,7 +8,7 @@ from flyte_ddp.checks.forms import COUNT, require_form
 from flyte_ddp.checks.parsing import parse_json
 from flyte_ddp.datasets.preprocessing import PREPROCESSING, TABLE
 from flyte_ddp.errors import UserError
-from flyte_ddp.user_code.source import match_current_sources
+from flyte_ddp.user_code.source import are_current_sources
 from flyte_ddp.user_code.stored import StoredSpec
 
 FORMAT = "flyte-ddp-model/1"
@@ -95,7 +95,7 @@ def prefer_stored_code(sidecar: dict[str, Any]) -> dict[str, Any]:
     if option := CODE_OPTIONS.get(sidecar.get("objective", "")):
         named.append((sidecar.get("options", {}).get("objective", {}), option))
     own = [(values, key) for values, key in named if ":" in str(values.get(key, ""))] if sources else []
-    if own and not match_current_sources(sources, *(values[key] for values, key in own)):
+    if own and not are_current_sources(sources, *(values[key] for values, key in own)):
         for values, key in own:
             values[key] = StoredSpec(values[key], sources)
     return sidecar

@@ -23,14 +23,10 @@ class Restart:
     most: int  # the largest number of such restarts
     time: float  # when the failure was noticed, in seconds since 1970
 
-    def describe(self, seconds: float | None = None) -> str:
-        """Return a sentence about the restart, for people.
-
-        ``seconds`` is how long the restart took (None: not known yet).
-        """
+    def describe(self, seconds: float) -> str:
+        """Return a sentence about the restart, for people. ``seconds`` is how long the restart took."""
         after = f"from step {self.step:,}" if self.step else "from scratch, as no checkpoint exists"
-        took = "" if seconds is None else f", in {seconds:.1f} s"
-        return f"{self.reason}; restarted {after}{took} ({self.number} of {self.most})"
+        return f"{self.reason}; restarted {after}, in {seconds:.1f} s ({self.number} of {self.most})"
 
 
 @dataclass(frozen=True)

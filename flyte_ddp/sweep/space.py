@@ -233,7 +233,7 @@ def value_of(hp: Hyperparameters, name: str) -> Any:
 
 
 def check_sweep(sweep: Sweep, base: Hyperparameters) -> None:
-    """Raise UserError unless each choice and each end of a range fits the base, and trials can be compared.
+    """Raise UserError unless ``base`` accepts each choice and each end of a range, and trials can be compared.
 
     Also raises UserError if nothing is varied, or if tpe's extra ``sweep`` is not installed.
     """

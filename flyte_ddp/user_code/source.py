@@ -91,7 +91,7 @@ def read_user_sources(*specs: str) -> dict[str, str]:
     return {name: importlib.util.decode_source(content) for name, content in found.items()}
 
 
-def match_current_sources(sources: Mapping[str, str], *specs: str) -> bool:
+def are_current_sources(sources: Mapping[str, str], *specs: str) -> bool:
     """Return whether the user's files that ``specs`` need today have the code in ``sources``, apart from comments.
 
     Further files in ``sources`` make no difference. If a module does not exist, or the files have over 4 MiB, return

@@ -25,7 +25,7 @@ from flyte_ddp.launch.supervise import supervisor
 from flyte_ddp.launch.supervise.failures import find_root_cause
 from flyte_ddp.launch.supervise.link import RankInfo
 from flyte_ddp.launch.supervise.rank_handle import ProcessHandle
-from flyte_ddp.launch.supervise.report import report_failure
+from flyte_ddp.launch.supervise.report import make_failure_report
 from flyte_ddp.launch.supervise.stopping import StopRequest
 from flyte_ddp.machine.resources import Request, World
 from flyte_ddp.runs.checkpoint import Checkpoint
@@ -50,7 +50,7 @@ def test_what_came_before_supervision_does_not_wait_for_another_message(tmp_path
     """From an agent that stores the files of a run: of its disk, or of its host, which is to go."""
     (tmp_path / "weights.pt").touch()
     handle, agent = remote_handle(tmp_path)
-    report = report_failure(UserError("make room"))
+    report = make_failure_report(UserError("make room"))
     agent.send({"kind": "stop"} if said == "stop" else {"kind": "error", "report": report})
     agent.send({"kind": "stored"} if said == "stop" else {"kind": "exit", "code": 1})
     with ThreadPoolExecutor(1) as pool:

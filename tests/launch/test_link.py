@@ -16,7 +16,7 @@ from flyte_ddp.launch.remote import elastic_link
 from flyte_ddp.launch.supervise.failures import find_first_failure
 from flyte_ddp.launch.supervise.link import Link
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
-from flyte_ddp.launch.supervise.report import Cause, FailureReport, find_cause, report_failure
+from flyte_ddp.launch.supervise.report import Cause, FailureReport, find_cause, make_failure_report
 from flyte_ddp.launch.supervise.stopping import StopRequest
 from flyte_ddp.launch.supervise.supervisor import await_checkpoint
 from flyte_ddp.parallel import distributed
@@ -108,7 +108,7 @@ SHORTENED = f"head{'.' * 9996}\n...\n{'.' * 9996}tail"
 
 @pytest.mark.parametrize(("error", "message"), [(MuteError(), "<exception str() failed>"), (LONG, SHORTENED)])
 def test_an_error_of_any_kind_is_reported(error: BaseException, message: str) -> None:
-    report = report_failure(error)
+    report = make_failure_report(error)
     assert (report.type, report.cause, report.message) == (type(error).__name__, Cause.CODE, message)
     assert len(report.traceback) < 30_000
 

@@ -27,7 +27,7 @@ from flyte_ddp.launch.supervise import rank_handle
 from flyte_ddp.launch.supervise.failures import find_first_failure
 from flyte_ddp.launch.supervise.link import RankInfo
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
-from flyte_ddp.launch.supervise.report import report_failure
+from flyte_ddp.launch.supervise.report import make_failure_report
 from flyte_ddp.launch.supervise.stopping import StopRequest
 from flyte_ddp.launch.supervise.supervisor import wait_and_handle_messages
 from flyte_ddp.machine.resources import Request
@@ -262,7 +262,9 @@ def test_which_rank_failed_first_is_not_told_by_its_hosts_clock(tmp_path: Path, 
     for rank, time_of_host in enumerate((2.0, 1.0)):
         pipe, agent = Pipe()
         group.append(RemoteHandle(worker(rank, pipe, host), host, tmp_path, tmp_path))
-        agent.send({"kind": "error", "report": replace(report_failure(ValueError("of a rank")), time=time_of_host)})
+        agent.send(
+            {"kind": "error", "report": replace(make_failure_report(ValueError("of a rank")), time=time_of_host)}
+        )
     wait_and_handle_messages(group, StopRequest())
     assert str(find_first_failure(group, 600.0)).startswith(f"rank {first}: ValueError: of a rank")
 

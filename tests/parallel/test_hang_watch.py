@@ -15,7 +15,7 @@ from ranks import run_ranks
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flyte_ddp.launch.supervise.report import Cause, report_failure
+from flyte_ddp.launch.supervise.report import Cause, make_failure_report
 from flyte_ddp.loading.streams import StreamImages
 from flyte_ddp.machine.clock import Clock
 from flyte_ddp.parallel.distributed import broadcast_object, copy_from_rank_0, gather_objects, sum_over_ranks
@@ -49,7 +49,7 @@ def test_a_device_that_does_not_end_is_reported_with_the_place_of_the_host() -> 
         pass
     watch.watch_until_overdue()
     error = reported.get_nowait()
-    report = report_failure(error)
+    report = make_failure_report(error)
     assert report.cause is Cause.TIMEOUT
     assert report.message.startswith("the GPU waited for other ranks for 0.05 s")
     assert "in test_a_device_that_does_not_end" in report.traceback

@@ -11,7 +11,7 @@ from typing import Any
 from flyte_ddp.launch.remote import connection
 from flyte_ddp.launch.remote.file_sync import SEND_SECONDS, FileSender, Send
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
-from flyte_ddp.launch.supervise.report import report_failure
+from flyte_ddp.launch.supervise.report import make_failure_report
 from flyte_ddp.launch.supervise.stopping import call_on_signals
 from flyte_ddp.machine.process import stop_signals
 
@@ -88,7 +88,7 @@ def relay_until_over(handle: RankHandle, folder: Path, pipe: Connection, send: S
         raise
     except Exception as error:  # of this host, such as a full disk, reported as the rank's error
         handle.kill()
-        send({"kind": "error", "report": report_failure(error)})
+        send({"kind": "error", "report": make_failure_report(error)})
         send({"kind": "exit", "code": 1})
         over = False
     with detect_lost_launcher():

@@ -27,7 +27,7 @@ from typing import NoReturn
 from flyte_ddp.launch.supervise.link import RankInfo
 from flyte_ddp.launch.supervise.rank_handle import JOIN_SECONDS, ProcessHandle, RankHandle, start_processes
 from flyte_ddp.launch.supervise.rank_process import flush_output, start_rank
-from flyte_ddp.launch.supervise.report import report_failure
+from flyte_ddp.launch.supervise.report import make_failure_report
 from flyte_ddp.machine.process import (
     become_subreaper,
     die_with_parent,
@@ -321,7 +321,7 @@ def report_and_exit(error: BaseException, ranks: list[RankPipes]) -> NoReturn:
     """Send the launcher the error as each rank's error, kill all ranks, and exit with code 1."""
     for each in ranks:
         with suppress(OSError):
-            each.pipe.send({"kind": "error", "report": report_failure(error)})
+            each.pipe.send({"kind": "error", "report": make_failure_report(error)})
     kill_ranks_and_exit()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from flyte_ddp.errors import CollectiveTimeoutError
 from flyte_ddp.launch.supervise.network import set_network_interface
-from flyte_ddp.launch.supervise.report import report_failure
+from flyte_ddp.launch.supervise.report import make_failure_report
 from flyte_ddp.runs.checkpoint import Handover
 
 SaveFunction = Callable[[float], int]  # saves a checkpoint within so many seconds; returns the newest checkpoint's step
@@ -64,7 +64,7 @@ class Link(PipeEnd):
         threading.Thread(target=self._listen, name="launcher", daemon=True).start()
 
     def report_error(self, error: BaseException) -> None:
-        self.send("error", report=report_failure(error))
+        self.send("error", report=make_failure_report(error))
 
     def receive_work(self) -> Any:
         """Wait for the Work without a limit, and return the Work.

@@ -167,7 +167,7 @@ def run_rank(work: Work, info: RankInfo, offer_saving: OfferSaving, link: Link |
     rank = Rank(work, info, offer_saving, link)
     with explain_failed_device(f"{work.world.device_type}:{info.local_rank}"):
         if work.world.device_type == "cpu":
-            retain_freed_memory()
+            configure_malloc(retain=True)
         else:
             torch.cuda.set_device(info.local_rank)
         deliver: results.Deliver = results.ResultWriter(work.output_folder).write
@@ -178,14 +178,14 @@ def run_rank(work: Work, info: RankInfo, offer_saving: OfferSaving, link: Link |
         rank.leave()
 
 
-def retain_freed_memory(keep: bool = True) -> None:
-    """Make glibc keep freed memory in this process for later steps.
+def configure_malloc(*, retain: bool) -> None:
+    """Make glibc retain freed memory in this process for later steps, or restore glibc's defaults.
 
-    If ``keep`` is False, restores glibc's defaults. By default glibc returns freed memory to the kernel. Then each step
-    has page faults, which are slow in virtual machines.
+    By default glibc returns freed memory to the kernel. Then each step has page faults, which are slow in virtual
+    machines.
     """
-    set_malloc_option(M_MMAP_MAX, 0 if keep else 65536)  # number of mappings
-    set_malloc_option(M_TRIM_THRESHOLD, 2**31 - 1 if keep else 128 * 1024)  # bytes
+    set_malloc_option(M_MMAP_MAX, 0 if retain else 65536)  # number of mappings
+    set_malloc_option(M_TRIM_THRESHOLD, 2**31 - 1 if retain else 128 * 1024)  # bytes
 
 
 @contextmanager
@@ -207,4 +207,4 @@ def restore_process_settings() -> Iterator[None]:
             torch.use_deterministic_algorithms(deterministic)
         if cublas is None:
             os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-        retain_freed_memory(False)  # except that glibc's threshold for mappings no longer adapts itself
+        configure_malloc(retain=False)  # except that glibc's threshold for mappings no longer adapts itself

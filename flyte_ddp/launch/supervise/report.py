@@ -44,7 +44,7 @@ class FailureReport:
         return f"rank {rank}: {self.type}: {self.message}"
 
 
-def report_failure(error: BaseException) -> FailureReport:
+def make_failure_report(error: BaseException) -> FailureReport:
     """Return the report of an exception for the launcher.
 
     The report of a CollectiveError has the class and text of its cause.
