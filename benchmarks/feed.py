@@ -17,13 +17,13 @@ from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import call
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, image_arrays, open_prepared
-from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.launch.supervise.rank import configure_malloc
 from flyte_ddp.loading import opening
 from flyte_ddp.loading.arrays import open_array_batches
 from flyte_ddp.loading.split import Split
 from flyte_ddp.loading.workers import LoaderPool, LoaderThreads
 from flyte_ddp.order.sampling import ListedOrder
+from flyte_ddp.plans.resolve import detect_hardware
 from flyte_ddp.settings import Settings
 
 OPERATIONS, BATCH, SIDE = 500, 2, 64  # so that one core decodes a batch in less than a step

@@ -26,10 +26,11 @@ from benchmarks.sample_tasks import GPT, generate_texts, text_loss
 from benchmarks.step_sides import make_work, train_ours
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
-from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.launch.supervise.link import RankInfo
 from flyte_ddp.launch.supervise.rank import Rank, configure_malloc
 from flyte_ddp.order import sampling
+from flyte_ddp.plans.opened_data import OpenedData
+from flyte_ddp.plans.resolve import detect_hardware, resolve
 from flyte_ddp.training.recording import Recorder
 from flyte_ddp.training.training_state import TrainingState
 
@@ -87,7 +88,7 @@ def run_rank(rank: int, order: dict[str, Any], folder: Path) -> None:
     configure_malloc(retain=True)
     store = distributed.FileStore(str(folder / "store"), RANKS)  # type: ignore[attr-defined]
     Rank(work, RankInfo(rank, RANKS, local_rank=rank), print).join_by(store)
-    state = TrainingState(hp, detect_hardware(hp), open_prepared(Path(order["data"])), None)
+    state = TrainingState(resolve(hp), detect_hardware(hp), OpenedData(hp, open_prepared(Path(order["data"]))), None)
     with closing(Recorder(folder, state)) as recorder:
         sides = {
             "ours": train_ours(state, recorder),

@@ -19,12 +19,13 @@ from benchmarks.step_sides import COMMON, QUIET, make_images
 from flyte_ddp import current_rank
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import open_prepared
-from flyte_ddp.hardware import detect_hardware, request_ranks
 from flyte_ddp.launch.supervise.rank import configure_malloc
+from flyte_ddp.plans.opened_data import OpenedData
+from flyte_ddp.plans.resolve import detect_hardware, request_ranks, resolve
 from flyte_ddp.runs.identity import checkpoint_identity
 from flyte_ddp.runs.work import Work
 from flyte_ddp.training.checkpointing import Checkpointer
-from flyte_ddp.training.job import TrainingJob
+from flyte_ddp.training.plan import TrainingJob
 from flyte_ddp.training.recording import Recorder
 from flyte_ddp.training.training_state import TrainingState
 
@@ -46,14 +47,14 @@ def time_training(layers: int, repeats: int) -> Seconds:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         data = write_data(folder / "data", make_images(64, 8, 1, 10))
-        state = TrainingState(hp, detect_hardware(hp), open_prepared(data), None, QUIET)
+        state = TrainingState(resolve(hp), detect_hardware(hp), OpenedData(hp, open_prepared(data)), None, QUIET)
         for parameter in state.model.parameters():
             parameter.grad = torch.ones_like(parameter)
         state.optimizers[0].step()
         tensors = [*state.model.state_dict().values()]
         tensors += [value for each in state.optimizers[0].state.values() for value in each.values()]
         identity = checkpoint_identity(hp, data)
-        work = Work("", TrainingJob(hp, data), request_ranks(hp), folder, identity, QUIET)
+        work = Work("", TrainingJob(resolve(hp), data), request_ranks(hp), folder, identity, QUIET)
         with (
             closing(state.splits),
             closing(Recorder(folder, state)) as recorder,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -26,15 +26,15 @@ from benchmarks.sample_tasks import generate_table, generate_texts
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import SampleArrays, arrays, fetch, image_arrays, open_prepared
 from flyte_ddp.datasets.prepared_folder import StoredSet
-from flyte_ddp.hardware import detect_hardware, request_ranks
 from flyte_ddp.launch.supervise.rank import configure_malloc
 from flyte_ddp.machine.resources import detect_world
-from flyte_ddp.models import zoo
 from flyte_ddp.models.inputs import InputSpec
+from flyte_ddp.plans.opened_data import OpenedData
+from flyte_ddp.plans.resolve import detect_hardware, request_ranks, resolve
 from flyte_ddp.runs.identity import checkpoint_identity
 from flyte_ddp.runs.work import Work
 from flyte_ddp.settings import Settings
-from flyte_ddp.training.job import TrainingJob
+from flyte_ddp.training.plan import TrainingJob
 from flyte_ddp.training.recording import Recorder
 from flyte_ddp.training.train import remaining_batches, train_step
 from flyte_ddp.training.training_state import TrainingState
@@ -112,8 +112,8 @@ def train_ours(state: TrainingState, recorder: Recorder) -> Iterator[int]:
 
 def train_bare(state: TrainingState) -> Iterator[None]:
     """Run the steps of a plain loop on the training data of a state, with a separate model."""
-    hp, device = state.hp, state.device
-    model = zoo.build_model(hp.model, state.objective.outputs, state.spec, hp.parse_options().get("model", {}))
+    hp, device = cast("Hyperparameters", state.plan.hyperparameters), state.device
+    model = state.plan.model.build(state.objective.outputs, state.spec)
     model = model.to(device).to(memory_format=state.memory_format)
     network = torch.compile(model) if hp.compile else model
     common: dict[str, Any] = {"lr": hp.learning_rate, "weight_decay": hp.weight_decay, "fused": True}
@@ -140,11 +140,11 @@ def train_bare(state: TrainingState) -> Iterator[None]:
 
 def draw_batches(state: TrainingState) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield shuffled batches of inputs and targets that are on the device."""
-    data: Any = state.data
+    data: Any = cast("OpenedData", state.data).prepared
     first = [*data.list_arrays().values()][:2]  # of training
     inputs, targets = (torch.tensor(values, device=state.device) for values in first)
     while True:
-        for batch in torch.randperm(len(inputs), device=state.device).split(state.hp.batch_size):
+        for batch in torch.randperm(len(inputs), device=state.device).split(state.plan.loop.batch_size):
             yield inputs[batch], targets[batch]
 
 
@@ -153,11 +153,11 @@ def make_preparation(state: TrainingState) -> Callable[[Tensor], Tensor]:
 
     Images [N, H, W, C] become normalised [N, C, H, W].
     """
-    spec = state.spec
+    spec, hp = state.spec, cast("Hyperparameters", state.plan.hyperparameters)
     if not isinstance(spec, InputSpec):
         return lambda inputs: inputs
     mean, std = (torch.tensor(values, device=state.device) * 255 for values in (spec.mean, spec.std))
-    move, order = move_and_mirror if state.hp.augment == "crop_flip" else torch.Tensor.contiguous, state.memory_format
+    move, order = move_and_mirror if hp.augment == "crop_flip" else torch.Tensor.contiguous, state.memory_format
     return lambda images: move(images).float().sub_(mean).div_(std).permute(0, 3, 1, 2).contiguous(memory_format=order)
 
 
@@ -189,7 +189,7 @@ def time_blocks_in(folder: Path, order: dict[str, Any]) -> dict[str, list[float]
     hardware = detect_hardware(hp)
     torch.set_num_threads(order.get("threads") or hardware.threads)
     configure_malloc(retain=True)
-    state = TrainingState(hp, hardware, open_prepared(data), None, settings)
+    state = TrainingState(resolve(hp), hardware, OpenedData(hp, open_prepared(data)), None, settings)
     with closing(state.splits), closing(Recorder(folder, state)) as recorder:
         sides: dict[str, Iterator[object]] = {"ours": train_ours(state, recorder), "bare": train_bare(state)}
         found: dict[str, list[float]] = {side: [] for side in order.get("sides", sides)}
@@ -205,7 +205,7 @@ def make_work(hp: Hyperparameters, data: Path, folder: Path, settings: Settings 
     """Return the work of ranks that train on this machine and keep their files in ``folder``."""
     request, identity = request_ranks(hp), checkpoint_identity(hp, data)
     world = detect_world(request)
-    return Work("", TrainingJob(hp, data), request, folder, identity, settings, world=world)
+    return Work("", TrainingJob(resolve(hp), data), request, folder, identity, settings, world=world)
 
 
 def time_steps(steps: Iterator[object], number: int, device: torch.device) -> float:

@@ -15,6 +15,7 @@ from flyte_ddp import catalog
 from flyte_ddp.checks.fields import OWN_CODE, CheckedFields, setting, short_repr
 from flyte_ddp.checks.parsing import YAML_NUMBER, list_texts, parse_json
 from flyte_ddp.errors import UserError, unknown_name_error
+from flyte_ddp.hardware import check_batch_size
 
 FIELDS_WITH_OPTIONS = ("model", "objective")  # hyperparameters that name callables with options
 
@@ -406,15 +407,6 @@ def refuse_callables_of_torch(hp: Hyperparameters) -> None:
                 f"{field.name}={value!r}: torch's callables expect other arguments; write a function that returns or "
                 "calls the torch callable, and name your function (docs/own-code.md)"
             )
-
-
-def check_batch_size(batch_size: int, accumulation_steps: int, num_ranks: int) -> None:
-    """Raise UserError if ``batch_size`` has less than a sample for each rank and accumulation step."""
-    if batch_size < num_ranks * accumulation_steps:
-        raise UserError(
-            f"batch_size={batch_size}: must be at least ranks x accumulation_steps = "
-            f"{num_ranks} x {accumulation_steps}; raise batch_size, or lower num_ranks or accumulation_steps"
-        )
 
 
 def find_unfit_loading(hp: Hyperparameters) -> Iterator[str]:

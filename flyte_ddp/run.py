@@ -9,9 +9,9 @@ from pathlib import Path
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.prepared import check_prepared_set
 from flyte_ddp.files import SIDECAR, WEIGHTS
-from flyte_ddp.hardware import request_ranks
 from flyte_ddp.launch.default import choose_launcher
 from flyte_ddp.models import initial_weights
+from flyte_ddp.plans.resolve import request_ranks, resolve
 from flyte_ddp.progress import Progress
 from flyte_ddp.runs.identity import checkpoint_identity
 from flyte_ddp.runs.run_folder import (
@@ -109,7 +109,7 @@ def run_part(
     from flyte_ddp.report import report
     from flyte_ddp.report.page import write_html
     from flyte_ddp.tracking import wandb_run
-    from flyte_ddp.training.job import INITIAL_WEIGHTS, TrainingJob
+    from flyte_ddp.training.plan import INITIAL_WEIGHTS, TrainingJob
 
     settings = settings or read_settings()
     request = replace(request_ranks(hp), threads=threads)
@@ -133,7 +133,7 @@ def run_part(
                         launch(
                             Work(
                                 function="flyte_ddp.training.train:train",
-                                arguments=TrainingJob(hp, data, steps_divisor),
+                                arguments=TrainingJob(resolve(hp), data, steps_divisor),
                                 request=request,
                                 output_folder=unfinished,
                                 identity=identity,
@@ -141,7 +141,7 @@ def run_part(
                                 checkpoint=checkpoint,
                                 files={INITIAL_WEIGHTS: weights} if weights else {},
                                 own_code=hp.own_code(),
-                                on_host="flyte_ddp.training.job:find_data_on_host",
+                                on_host="flyte_ddp.plans.data_on_host:find_data_on_host",
                             )
                         )
                     if not (unfinished / RUNG).exists():

@@ -64,7 +64,7 @@ def train_on_elastic(hp: Hyperparameters, data: FlyteDirectory, run_version: str
     The inputs are outputs of check_inputs. The outputs are those of train_model.
     """
     from flyte_ddp.launch import elastic
-    from flyte_ddp.training.job import find_data_on_host
+    from flyte_ddp.plans.data_on_host import find_data_on_host
 
     run = partial(train_in_run_folder, hp, data, run_version, elastic.launch)
     prepare = partial(find_data_on_host, fetch_into=partial(download_data, data))

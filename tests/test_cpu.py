@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from training_runs import train_in
 
-from flyte_ddp import hardware
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.machine import resources
 from flyte_ddp.machine.resources import Bf16, Cpu, read_cpu
+from flyte_ddp.plans import resolve
 from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.training import train as training
 
@@ -67,13 +67,13 @@ def test_bf16_is_taken_where_it_was_found_faster(
     assert (str(cpu), cpu.bf16_support()) == (description, worth)
     monkeypatch.setattr(resources, "read_cpu", lambda: cpu)
     for model in ("small_cnn", "resnet18"):
-        found = hardware.detect_hardware(replace(HP, model=model))
+        found = resolve.detect_hardware(replace(HP, model=model))
         assert found.precision == ("bf16" if worth is Bf16.FASTER and model != "resnet18" else "fp32")
     if worth is Bf16.NONE:
         with pytest.raises(UserError, match="precision='bf16': this CPU does not support bf16"):
-            hardware.detect_hardware(replace(HP, precision="bf16"))
+            resolve.detect_hardware(replace(HP, precision="bf16"))
     else:
-        assert hardware.detect_hardware(replace(HP, precision="bf16")).precision == "bf16"
+        assert resolve.detect_hardware(replace(HP, precision="bf16")).precision == "bf16"
 
 
 def test_a_cpu_that_nothing_says_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

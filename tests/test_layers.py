@@ -7,7 +7,7 @@ import pytest
 from cli import ROOT
 
 HEAVY = ("torch", "torchvision", "wandb", "matplotlib", "sklearn", "boto3", "botocore", "ray", "dask", "distributed")
-LAUNCHER = "flyte_ddp.run, flyte_ddp.training.job, flyte_ddp.report.report, flyte_ddp.tracking.wandb_run"
+LAUNCHER = "flyte_ddp.run, flyte_ddp.training.plan, flyte_ddp.report.report, flyte_ddp.tracking.wandb_run"
 FIRST_STEPS = """
 import tempfile
 from dataclasses import replace

@@ -22,7 +22,6 @@ from flyte_ddp.objectives.language import Language
 from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.predict.new_rows import read_new_rows
 from flyte_ddp.run import Result
-from flyte_ddp.training.trial import warn_of_wrong_shift
 
 HP = Hyperparameters(num_ranks=1, epochs=1, batch_size=16, validation_fraction=0.0, schedule="constant")
 TOKENS = 12
@@ -177,8 +176,8 @@ def test_targets_that_are_shifted_twice_or_never() -> None:
     facts = Facts((*"~abcdefghijk",), (1,))
     given = {"never": (False, inputs, padded), "twice": (True, inputs, next_tokens)}
     right = [(True, inputs, padded), (False, inputs, next_tokens), (False, hidden, padded), (True, hidden, next_tokens)]
-    told = {name: warn_of_wrong_shift(Language(facts, shift=shift), *pair) for name, (shift, *pair) in given.items()}
+    told = {name: Language(facts, shift=shift).describe_wrong_targets(*pair) for name, (shift, *pair) in given.items()}
     assert "set options" in told["never"]
     assert told["twice"].endswith("Remove shift.")
-    assert [warn_of_wrong_shift(Language(facts, shift=shift), *pair) for shift, *pair in right] == [""] * 4
-    assert warn_of_wrong_shift(Classification(facts), inputs, padded) == ""
+    assert [Language(facts, shift=shift).describe_wrong_targets(*pair) for shift, *pair in right] == [""] * 4
+    assert Classification(facts).describe_wrong_targets(inputs, padded) == ""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from flyte_ddp.errors import install_hint
 from flyte_ddp.models import artifacts
-from flyte_ddp.models.inputs import InputSpec, normalisation
+from flyte_ddp.models.inputs import MIDDLE, InputSpec, normalisation
 from flyte_ddp.objectives.segmentation import logits_of
 from flyte_ddp.samples.leaves import call_with_leaves, restore_leaves
 
@@ -121,7 +121,7 @@ class ServedImages(nn.Module):
         spec = artifacts.parse_input_spec(sidecar)
         assert isinstance(spec, InputSpec)
         self.model, self.channels, self.height, self.width = model, spec.channels, spec.height, spec.width
-        self.middle, self.share = sidecar["input"].get("crop") == artifacts.MIDDLE, spec.crop_share
+        self.middle, self.share = sidecar["input"].get("crop") == MIDDLE, spec.crop_share
         scale, shift = normalisation(spec, torch.device("cpu"), torch.float32)
         self.register_buffer("scale", scale.clone())
         self.register_buffer("shift", shift.clone())

@@ -12,7 +12,7 @@ import torch
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.machine.device_copy import copy_to_cpu, map_leaves
-from flyte_ddp.models.zoo import find_refused_value
+from flyte_ddp.models.state_dicts import find_refused_value
 from flyte_ddp.runs.checkpoint import FOLDER, Checkpoint, Identity, load_state
 from flyte_ddp.runs.checkpoint_writer import CheckpointWriter, Snapshot
 from flyte_ddp.runs.run_folder import METRICS

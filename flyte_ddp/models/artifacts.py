@@ -14,13 +14,12 @@ from flyte_ddp.checks.forms import require_form
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import SIDECAR, WEIGHTS, HashingFile, explain_write_errors, file_digest, replace_file, sync
 from flyte_ddp.models import zoo
-from flyte_ddp.models.inputs import EVALUATION_SHARE, InputSpec, LeafSpec, LeavesSpec, ModelInput
+from flyte_ddp.models.inputs import EVALUATION_SHARE, MIDDLE, InputSpec, LeafSpec, LeavesSpec, ModelInput
 from flyte_ddp.models.sidecar import FORMAT, read_model_json
 from flyte_ddp.samples.pictures import BACKGROUND
 
 # The entries from which a model is built. Other readers accept a model.json without them.
 LOADED = {"model": str, "classes": list, "input": {}, "digests": {"weights": str}, "options?": {"model?": {}}}
-MIDDLE = "middle"  # the ``crop`` of a model that was evaluated on the middle square of images
 
 
 def save_model(folder: Path, state_dict: dict[str, Tensor], sidecar: Mapping[str, Any]) -> tuple[Path, Path]:

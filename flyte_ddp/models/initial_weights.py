@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -16,13 +16,13 @@ from flyte_ddp.catalog import PretrainedWeights
 from flyte_ddp.datasets.identity import content_identity, digest_lines
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import file_digest, replace_file
+from flyte_ddp.models.parts import is_in_parts, split_part_names, unknown_part_error
 from flyte_ddp.progress import Progress
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model")  # keys in checkpoints, the first of Lightning
-MOST_NAMED = 12  # maximum number of a model's parts in an error
 LONGEST_REASON = 500  # maximum number of characters of torch's text
 AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")  # heads of GoogLeNet and Inception v3, which this library's models lack
 OLD_DENSE_NAME = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12])\.")
@@ -229,27 +229,6 @@ def remove_common_prefixes(weights: Any, model_names: Collection[str]) -> None:
         consume_prefix_in_state_dict_if_present(weights, prefix)
 
 
-def split_part_names(names: str) -> list[str]:
-    return [part.strip().rstrip(".") for part in names.split(",") if part.strip()]
-
-
-def unknown_part_error(setting: str, part: str, names: Iterable[str]) -> UserError:
-    """Return the UserError about a part that does not exist. The text suggests the first parts of ``names``.
-
-    ``setting`` begins the text. ``names`` are the names of all modules or tensors of the model.
-    """
-    parts = [*dict.fromkeys(name.partition(".")[0] for name in names)]
-    more = ", ..." if len(parts) > MOST_NAMED else ""
-    return UserError(
-        f"{setting}: the model has no part {part!r}; its parts are {', '.join(parts[:MOST_NAMED])}{more}, and the "
-        "modules and tensors in these parts"
-    )
-
-
-def is_in_parts(name: str, parts: Iterable[str]) -> bool:
-    return any(name == part or name.startswith(f"{part}.") for part in parts)
-
-
 def list_seeded_parts(model: Mapping[str, Tensor], init_from: str, init_skip: str) -> list[str]:
     """Return the parts in ``init_skip``. For torchvision's weights, add the last layer unless it has 1,000 classes.
 
@@ -271,32 +250,3 @@ def list_seeded_tensors(model: Mapping[str, Tensor], init_from: str, init_skip: 
     """
     parts = list_seeded_parts(model, init_from, init_skip)
     return [name for name in model if is_in_parts(name, parts)]
-
-
-def freeze_parts(model: nn.Module, freeze: str) -> list[str]:
-    """Turn off gradients of the parts that ``freeze`` names, and return the names of all modules in these parts.
-
-    Names are separated by commas. Evaluation mode is not set here.
-
-    Raises:
-        UserError: A part is unknown, or all parameters would be frozen.
-    """
-    parts = split_part_names(freeze)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
-    names = [*modules, *parameters]
-    if unknown := [part for part in parts if part not in names]:
-        raise unknown_part_error(f"freeze={freeze!r}", unknown[0], names)
-    for name, parameter in parameters.items():
-        if is_in_parts(name, parts):
-            parameter.requires_grad_(False)
-    if parts and not any(parameter.requires_grad for parameter in parameters.values()):
-        raise UserError(f"freeze={freeze!r}: leaves nothing to train; freeze fewer parts")
-    return [name for name in modules if is_in_parts(name, parts)]
-
-
-def set_training_mode(model: nn.Module, frozen: Iterable[str]) -> None:
-    """Set the model to training mode, and the modules named in ``frozen`` to evaluation mode."""
-    model.train()  # called on the whole model, because a model may override train() to keep layers in evaluation mode
-    for name in frozen:
-        model.get_submodule(name).eval()

@@ -16,6 +16,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.samples.leaves import Leaves, call_with_leaves, describe_form, name_leaves, restore_leaves
 from flyte_ddp.text.formatting import describe_input
 
+MIDDLE = "middle"  # the ``crop`` of a model that was evaluated on the middle square of images
 EVALUATION_SHARE = 224 / 256  # usual share of an encoded image's shorter side that evaluations use, as for ImageNet
 
 

@@ -45,22 +45,6 @@ def objective_of_sidecar(sidecar: Mapping[str, Any]) -> Objective:
     return make_objective(sidecar.get("objective", "classification"), facts, options)
 
 
-def why_not_comparable(accumulation_steps: int, mixup: float) -> str:
-    """Return the reason why an objective cannot compare a batch's samples with these hyperparameters.
-
-    Returns "" if samples can be compared.
-    """
-    if accumulation_steps > 1:
-        return (
-            f"accumulation_steps={accumulation_steps}: the objective compares the samples of a batch, and a "
-            "micro-batch would have fewer samples; set accumulation_steps=1, and use more ranks or a smaller "
-            "batch_size"
-        )
-    if mixup:
-        return f"mixup={mixup:g}: the objective compares samples, and a mixture is two samples at once; set mixup=0"
-    return ""
-
-
 def make_objective(name: str, facts: Facts, options: Mapping[str, Any]) -> Objective:
     """Return the objective called ``name``: built in, or the user's ``package.module:callable``, which is imported.
 

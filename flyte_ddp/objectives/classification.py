@@ -3,8 +3,8 @@
 With two classes, also AUROC and average precision.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -12,14 +12,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from flyte_ddp.catalog import MEASURES, OF_TWO_CLASSES, SETTINGS_OF_OBJECTIVES
+from flyte_ddp.catalog import MEASURES, OF_TWO_CLASSES, SETTINGS_OF_OBJECTIVES, check_positives
 from flyte_ddp.errors import UserError
 from flyte_ddp.objectives.binary_labels import BinaryLabels
 from flyte_ddp.objectives.objective import HIGHER, Columns, Facts, Objective, largest_losses, overrides
 from flyte_ddp.objectives.requirements import require_outputs, require_targets, require_values
 from flyte_ddp.objectives.table_columns import TableColumns, name_columns, top_columns
-from flyte_ddp.objectives.threshold import predict_classes
+from flyte_ddp.objectives.threshold import decide, fit_threshold, predict_classes
 from flyte_ddp.objectives.two_classes import list_class_sections
+from flyte_ddp.samples.leaves import Leaves
 from flyte_ddp.text.formatting import format_percent
 from flyte_ddp.text.sections import Confusions, Pictures, Section
 
@@ -63,6 +64,20 @@ class Classification(Objective):
     @property
     def is_binary(self) -> bool:
         return len(self.facts.classes) == 2
+
+    def with_fitted_threshold(self, validation: Columns) -> Self:
+        """Return the objective with a threshold fitted by its rule. Without a rule, returns this objective.
+
+        Raises:
+            UserError: The split has no positive sample, and the rule does not give a fixed threshold.
+        """
+        rule = self.facts.threshold_rule
+        if not rule:
+            return self
+        truth = validation["truth"].numpy() == 1 if validation else np.zeros(0, dtype=np.bool_)
+        check_positives(rule, self.facts.classes[1], int(truth.sum()))
+        scores = np.nan_to_num(validation["probability"].numpy()) if validation else np.zeros(0)
+        return self.with_threshold(fit_threshold(rule, truth, scores))
 
     @property
     def has_weights(self) -> bool:
@@ -109,6 +124,23 @@ class Classification(Objective):
         """Return ``prediction`` and ``truth`` [n], and with two classes the ``probability`` of the second class."""
         found = {"prediction": predict_classes(self, outputs), "truth": targets}
         return {**found, "probability": outputs.softmax(1)[:, 1]} if self.is_binary else found
+
+    def split_batch(self, outputs: Any, targets: Leaves, samples: int) -> Iterator[tuple[Any, Leaves, int]]:
+        """Yield parts of few logits, unless a subclass overrides the methods that compute columns."""
+        own = overrides(self, Classification, "losses", "weights", "columns")
+        if own or not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+            yield outputs, targets, samples
+            return
+        start = 0
+        for part in split_logits(outputs):
+            yield part, targets[start : start + len(part)], len(part)
+            start += len(part)
+
+    def predict_columns(self, columns: dict[str, Tensor]) -> dict[str, Tensor]:
+        threshold = self.facts.threshold
+        if threshold is None or not columns:
+            return columns
+        return {**columns, "prediction": decide(columns["probability"], threshold).double()}
 
     def measure(self, columns: Columns) -> dict[str, float]:
         """Return the measures that ``measures`` names, as scikit-learn computes them.

@@ -13,6 +13,7 @@ from flyte_ddp.catalog import IGNORED_TOKEN
 from flyte_ddp.objectives.objective import HIGHER, LOWER, Columns, Facts, Objective
 from flyte_ddp.objectives.requirements import require_outputs, require_targets, require_values
 from flyte_ddp.objectives.table_columns import TableColumns
+from flyte_ddp.samples.leaves import Leaves, name_leaves
 from flyte_ddp.user_code.callables import load_callable
 
 LONGEST_TEXT = 200  # characters of a prediction in a table
@@ -53,6 +54,28 @@ class Language(Objective):
         require_outputs(
             model, find_logits(outputs), shape, "(samples, positions, classes)", "size its last layer by num_classes"
         )
+
+    def describe_wrong_targets(self, inputs: Leaves, targets: Leaves) -> str:
+        """Return a warning if the targets are the inputs, or would be shifted twice, else ""."""
+        if not isinstance(targets, Tensor):
+            return ""
+        counted = targets != IGNORED_TOKEN
+        followed = counted[:, :-1] & counted[:, 1:]
+        option = 'options={"objective": {"shift": true}}'
+        for leaf in name_leaves(inputs).values():
+            if isinstance(leaf, Tensor) and leaf.shape == targets.shape and followed.any():
+                copied = bool((leaf == targets)[counted].all())
+                if copied and not self.shift:
+                    return (
+                        "The targets equal the inputs at all positions: the model learns to copy. To learn the next "
+                        f"token, set {option}, or shift the targets."
+                    )
+                if self.shift and not copied and bool((leaf[:, 1:] == targets[:, :-1])[followed].all()):
+                    return (
+                        f"The targets are already the next tokens, and {option} shifts them by another position: the "
+                        "model learns the token after the next. Remove shift."
+                    )
+        return ""
 
     def align(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits [n, P, tokens], in fp32 or more, and the targets [n, P] that are compared.

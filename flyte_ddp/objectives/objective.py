@@ -3,9 +3,9 @@
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -88,6 +88,27 @@ class Objective:
         """
         return len(self.facts.classes) or int(np.prod(self.facts.target_shape))
 
+    def with_threshold(self, threshold: float | None) -> Self:
+        """Return a copy of this objective with another threshold, or this objective if the threshold is equal.
+
+        A threshold of None predicts the likelier class.
+        """
+        if self.facts.threshold == threshold:
+            return self
+        copied = copy.copy(self)
+        copied.facts = dataclasses.replace(self.facts, threshold=threshold)
+        return copied
+
+    def with_fitted_threshold(self, validation: Columns) -> Self:  # noqa: ARG002
+        """Return the objective with a threshold fitted on the columns of the validation split.
+
+        By default returns this objective.
+
+        Raises:
+            UserError: The rule of the threshold cannot be fitted on this split.
+        """
+        return self
+
     @property
     def has_weights(self) -> bool:
         """Whether :meth:`weights` returns weights. By default whether the class overrides :meth:`weights`."""
@@ -152,6 +173,17 @@ class Objective:
         """
         return {}
 
+    def split_batch(self, outputs: Any, targets: Leaves, samples: int) -> Iterator[tuple[Any, Leaves, int]]:
+        """Yield a batch in parts whose columns need little memory, each as outputs, targets and number of samples.
+
+        By default yields the batch whole.
+        """
+        yield outputs, targets, samples
+
+    def predict_columns(self, columns: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the columns with the predictions of this objective's threshold. By default returns ``columns``."""
+        return columns
+
     def measure(self, columns: Columns) -> dict[str, float]:  # noqa: ARG002
         """Return the measures by name, from the columns of all samples. Called on rank 0 only.
 
@@ -215,6 +247,14 @@ class Objective:
     def masks(self, outputs: Any) -> Tensor | None:  # noqa: ARG002
         """Return the predicted class of each pixel, [n, H, W], or None if outputs are not for pixels."""
         return None
+
+    def describe_single_prediction(self, columns: Columns) -> str:  # noqa: ARG002
+        """Return a sentence for the report if all samples have the same prediction, else "". By default ""."""
+        return ""
+
+    def describe_wrong_targets(self, inputs: Leaves, targets: Leaves) -> str:  # noqa: ARG002
+        """Return a warning if a batch's targets do not fit the inputs, else "". By default ""."""
+        return ""
 
     def sections(self, columns: Columns) -> list[Section]:
         """Return sections of the report from the columns of the test split.

@@ -1,48 +1,14 @@
 """The probability from which the second of two classes is predicted: fitted on a validation split, and applied."""
 
-import copy
-import dataclasses
 import math
-from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flyte_ddp.catalog import check_positives, parse_threshold
+from flyte_ddp.catalog import parse_threshold
 from flyte_ddp.objectives.binary_labels import Bools, Floats, count_above
-from flyte_ddp.objectives.objective import Columns, Objective
-
-AnyObjective = TypeVar("AnyObjective", bound=Objective)
-
-
-def with_threshold(objective: AnyObjective, threshold: float | None) -> AnyObjective:
-    """Return a copy of an objective with another threshold. If the threshold is equal, returns the objective itself.
-
-    A threshold of None predicts the likelier class.
-    """
-    if objective.facts.threshold == threshold:
-        return objective
-    copied = copy.copy(objective)
-    copied.facts = dataclasses.replace(objective.facts, threshold=threshold)
-    return copied
-
-
-def fit_objective(objective: AnyObjective, validation: Columns) -> AnyObjective:
-    """Return the objective with a threshold fitted, by the objective's rule, on the columns of a validation split.
-
-    Without a rule, returns the objective itself.
-
-    Raises:
-        UserError: The split has no positive sample, and the rule does not give a fixed threshold.
-    """
-    text, classes = objective.facts.threshold_rule, objective.facts.classes
-    if not text:
-        return objective
-    truth = validation["truth"].numpy() == 1 if validation else np.zeros(0, dtype=np.bool_)
-    check_positives(text, classes[1], int(truth.sum()))
-    scores = np.nan_to_num(validation["probability"].numpy()) if validation else np.zeros(0)
-    return with_threshold(objective, fit_threshold(text, truth, scores))
+from flyte_ddp.objectives.objective import Objective
 
 
 def fit_threshold(text: str, truth: Bools, scores: Floats) -> float:

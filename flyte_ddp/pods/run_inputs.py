@@ -3,9 +3,9 @@
 from datetime import UTC, datetime
 from pathlib import Path
 
-from flyte_ddp import hardware
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetching
+from flyte_ddp.plans.resolve import check_requested_resources
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.platforms import NO_SCHEDULE
 from flyte_ddp.pods.profiles import node_and_rank_limits
@@ -33,7 +33,7 @@ def check_and_identify_run(hp: Hyperparameters, engine: str, kickoff_time: datet
     for spec in hp.own_code():
         refuse_foreign_module(spec, split_spec(spec)[0])
     identity.check_known_image_size(hp)
-    hardware.check_requested_resources(hp, *node_and_rank_limits(engine))
+    check_requested_resources(hp, *node_and_rank_limits(engine))
     fingerprint = fetching.fingerprint(hp.dataset, hp.data_source, hp.test_dataset)
     if kickoff_time == NO_SCHEDULE:
         kickoff_time = datetime.now(UTC)

@@ -28,7 +28,7 @@ from flyte_ddp.loading.split import Split
 from flyte_ddp.lookahead import map_in_threads
 from flyte_ddp.machine.resources import count_cores
 from flyte_ddp.models import artifacts
-from flyte_ddp.models.inputs import InputSpec, LeavesSpec, ModelInput, explain_model_errors, prepare_inputs
+from flyte_ddp.models.inputs import MIDDLE, InputSpec, LeavesSpec, ModelInput, explain_model_errors, prepare_inputs
 from flyte_ddp.objectives import objective_of_sidecar
 from flyte_ddp.objectives.objective import convert_outputs, map_floats
 from flyte_ddp.predict.new_rows import cast_leaf, make_model_inputs
@@ -139,7 +139,7 @@ def read_folder_batches(
     spec = model.spec
     if not isinstance(spec, InputSpec) or spec.channels not in (1, 3):
         raise model.unfit_data_error(f"images={folder}: has images of 1 or 3 channels")
-    middle = model.sidecar["input"].get("crop") == artifacts.MIDDLE
+    middle = model.sidecar["input"].get("crop") == MIDDLE
 
     def read_input(path: Path) -> Tensor | DecodingError:
         try:

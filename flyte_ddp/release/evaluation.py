@@ -19,13 +19,13 @@ from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.errors import UserError
 from flyte_ddp.objectives import Classification, Multilabel, Objective
 from flyte_ddp.objectives.objective import list_floats, overrides
-from flyte_ddp.objectives.threshold import predict_classes, with_threshold
+from flyte_ddp.objectives.threshold import predict_classes
 from flyte_ddp.predict.prediction_batches import Batch, SavedModel, read_test_split
 from flyte_ddp.predict.sample_columns import SampleColumns, describe_batch, join_columns
 from flyte_ddp.release.scores import is_higher_better, score_samples
 from flyte_ddp.samples.leaves import Leaves, map_leaves
 from flyte_ddp.text.formatting import name_measure
-from flyte_ddp.training.evaluate import compute_columns, measure_columns, split_batch
+from flyte_ddp.training.evaluate import compute_columns, measure_columns
 
 SURE = 50.0  # a logit whose probability is 1
 TRIED = 10  # most frequent classes that are tried as constant answers
@@ -63,7 +63,7 @@ class Evaluation:
         values, finite = defaultdict[tuple[str, tuple[int, ...]], list[bytes]](list), bytearray()
         with torch.no_grad():  # otherwise losses are computed as in training
             for batch in batches:
-                for part in split_batch(objective, *batch):
+                for part in objective.split_batch(*batch):
                     columns, are_finite = compute_part(objective, *part)
                     for name, column in columns.items():
                         values[name, column.shape[1:]].append(column.double().cpu().numpy().tobytes())
@@ -228,7 +228,7 @@ def evaluate_constant(found: Evaluation) -> Evaluation | None:
     ten most frequent classes, or for multilabel the shares of labels and all labels. An answer is known for
     classification and multilabel alone, unless user-defined columns need other outputs.
     """
-    objective, truth = with_threshold(found.objective, None), found.columns.get("truth")
+    objective, truth = found.objective.with_threshold(None), found.columns.get("truth")
     if truth is None or not isinstance(objective, (Classification, Multilabel)):
         return None
     # If the objective defines its columns without a likelihood, outputs are not logits, and no answer can be made.

@@ -21,7 +21,6 @@ from flyte_ddp.export.exporting import Comparison, export_model
 from flyte_ddp.export.graphs import NotExportedError
 from flyte_ddp.files import SIDECAR
 from flyte_ddp.objectives import Multilabel
-from flyte_ddp.objectives.threshold import with_threshold
 from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.progress import Progress
 from flyte_ddp.release import checks, statistics
@@ -435,7 +434,7 @@ def evaluate_stored(judgement: Judgement, version: str, manifest: str = "") -> t
         if model.classes != challenger.classes:
             model.reorder_classes(challenger.classes)
             threshold = None if threshold is None else 1 - threshold  # of the other class's probability
-        model.objective = with_threshold(challenger.objective, threshold)
+        model.objective = challenger.objective.with_threshold(threshold)
         found = evaluate_split(model, judgement.split)
         found.scores  # noqa: B018  (computed here, where errors of user-defined code are caught)
     except NOT_THE_MODELS:

@@ -12,7 +12,7 @@ import torch
 
 from flyte_ddp.errors import print_to_stderr
 from flyte_ddp.machine.device_copy import copy_to_cpu
-from flyte_ddp.models.zoo import find_refused_value
+from flyte_ddp.models.state_dicts import find_refused_value
 from flyte_ddp.parallel.distributed import rank
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint_writer import CheckpointWriter, Snapshot
@@ -118,7 +118,7 @@ class Checkpointer(CheckpointWriter):
                 "recorder": recorder.state_dict(),
             }
             # The best weights are a copy that nothing changes, so they need no second copy.
-            best = selection.weights if selection.epoch and state.hp.keep == "best" else None
+            best = selection.weights if selection.epoch and state.plan.selection.keep == "best" else None
             copied = {**copy_to_cpu(values), "best": best}
             return Snapshot(state.epoch, state.step, recorder.size(), copied, tuple(trained_in))
 

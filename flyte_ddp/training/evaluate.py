@@ -3,7 +3,7 @@
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from operator import itemgetter
@@ -16,10 +16,7 @@ from torch import Tensor
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.split import Split
-from flyte_ddp.objectives import Classification
-from flyte_ddp.objectives.classification import split_logits
-from flyte_ddp.objectives.objective import Objective, convert_outputs, loss_columns, overrides
-from flyte_ddp.objectives.threshold import decide
+from flyte_ddp.objectives.objective import Objective, convert_outputs, loss_columns
 from flyte_ddp.parallel.distributed import broadcast_object, gather_objects, hide_process_group, rank, world_size
 from flyte_ddp.samples.leaves import Leaves
 
@@ -62,7 +59,7 @@ def gather_columns(
     with torch.no_grad():  # not inference_mode: training could not use a tensor that a model keeps from an evaluation
         for place, (inputs, targets, _) in split.load_evaluation_batches(batch_size, rank(), world_size()):
             samples = place.stop - place.start
-            for part in split_batch(objective, predict(inputs, targets, samples), targets, samples):
+            for part in objective.split_batch(predict(inputs, targets, samples), targets, samples):
                 for name, column in compute_columns(objective, *part).items():
                     key = place.start, samples, name, tuple(column.shape[1:])
                     # Copies, because a model may write its next outputs into the same memory.
@@ -92,24 +89,6 @@ def gather_columns(
     return {name: torch.from_numpy(np.concatenate([found[name] for _, found in parts])) for name in names}
 
 
-def split_batch(objective: Objective, outputs: Any, targets: Leaves, samples: int) -> Iterator[tuple[Any, Leaves, int]]:
-    """Yield a batch in parts of few logits, each as outputs, targets and number of samples.
-
-    Small parts limit the memory for columns in fp64. If the objective is not a classification, or overrides the methods
-    that compute columns, yields the batch whole.
-    """
-    own = not isinstance(objective, Classification) or overrides(
-        objective, Classification, "losses", "weights", "columns"
-    )
-    if own or not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
-        yield outputs, targets, samples
-        return
-    start = 0
-    for part in split_logits(outputs):
-        yield part, targets[start : start + len(part)], len(part)
-        start += len(part)
-
-
 def measure_split(objective: Objective, columns: dict[str, Tensor]) -> Evaluation:
     """Return the evaluation of a split from its columns, with the objective's threshold. Collective.
 
@@ -119,9 +98,7 @@ def measure_split(objective: Objective, columns: dict[str, Tensor]) -> Evaluatio
     Raises:
         UserError: The objective returns other measures than its ``measures`` names.
     """
-    threshold = objective.facts.threshold
-    if threshold is not None and columns:
-        columns = {**columns, "prediction": decide(columns["probability"], threshold).double()}
+    columns = objective.predict_columns(columns)
     # All ranks use rank 0's measures. Processors of different kinds may add up in different orders, and because of one
     # last bit a rank could stop training while the others continue and wait for it.
     measures: dict[str, float] = {}
@@ -132,7 +109,7 @@ def measure_split(objective: Objective, columns: dict[str, Tensor]) -> Evaluatio
                 measures = measure_columns(objective, columns)
         else:  # scikit-learn rejects outputs that are not finite, with an error that would hide the cause
             measures = {**dict.fromkeys(objective.order_measures(), math.nan), "loss": loss}
-    return Evaluation(broadcast_object(measures), columns, threshold)
+    return Evaluation(broadcast_object(measures), columns, objective.facts.threshold)
 
 
 def compute_columns(objective: Objective, outputs: Any, targets: Leaves, samples: int) -> dict[str, Tensor]:

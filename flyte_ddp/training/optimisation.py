@@ -1,4 +1,4 @@
-"""The optimiser, gradient clipping, the schedule of the learning rate, and the moving average of a model."""
+"""The optimiser, the schedule of the learning rate, and the moving average of a model."""
 
 import inspect
 import math
@@ -14,14 +14,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim.swa_utils import AveragedModel
 
-from flyte_ddp import catalog
 from flyte_ddp.checks.fields import short_repr
-from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
+from flyte_ddp.training.plan import OptimizerSettings, Values
 from flyte_ddp.user_code.callables import load_callable, require_parameters
 
 ONE_CYCLE_RISE = 0.25  # share of the run during which one_cycle rises
-PHOTO_CLIP_NORM = 1.0
 NORMALISATION = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)  # the first: BatchNorm and InstanceNorm
 STEPS_CHECKED = 1000  # steps for which a user-defined schedule is called before training
 DECORATED_METHODS = ("add_param_group", "state_dict", "load_state_dict", "step")
@@ -37,30 +35,32 @@ Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 Schedule = Callable[[float, int], float]  # maps an initial rate and an optimiser step, from 0, to the step's rate
 
 
-def create_optimizers(model: nn.Module, hp: Hyperparameters) -> list[torch.optim.Optimizer]:
+def create_optimizers(
+    model: nn.Module, settings: OptimizerSettings, hyperparameters: Values
+) -> list[torch.optim.Optimizer]:
     """Return the user's optimisers, or an optimiser of torch for the trained parameters.
 
-    An optimiser of torch is fused unless a parameter is complex. Without ``decay_norms``, normalisation layers, biases
-    and other vectors get no weight decay.
+    A user's callable is called with the model and ``hyperparameters``. An optimiser of torch is fused unless a
+    parameter is complex. Without ``decay_norms``, normalisation layers, biases and other vectors get no weight decay.
 
     Raises:
         UserError: The user's optimisers are unfit.
     """
-    if ":" in hp.optimizer:
-        return make_own_optimizers(model, hp)
+    if settings.is_user_defined:
+        return make_own_optimizers(model, settings.optimizer, hyperparameters)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    undecayed = set() if hp.decay_norms else parameters_without_decay(model)
+    undecayed = set() if settings.decay_norms else parameters_without_decay(model)
     fused = True if all(parameter.is_floating_point() for parameter in parameters) else None
-    options: dict[str, Any] = {"lr": hp.learning_rate, "weight_decay": hp.weight_decay, "fused": fused}
+    options: dict[str, Any] = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay, "fused": fused}
     decayed = {"params": [parameter for parameter in parameters if parameter not in undecayed]}
     others = {"params": [parameter for parameter in parameters if parameter in undecayed], "weight_decay": 0.0}
     groups = [group for group in (decayed, others) if group["params"]]
-    if hp.optimizer != "sgd":
-        adam = strip_compiler_decorators(torch.optim.AdamW if hp.optimizer == "adamw" else torch.optim.Adam)
-        return [adam(groups, betas=(hp.momentum, 0.999), **options)]
-    options |= {"momentum": hp.momentum, "nesterov": hp.nesterov}
+    if settings.optimizer != "sgd":
+        adam = strip_compiler_decorators(torch.optim.AdamW if settings.optimizer == "adamw" else torch.optim.Adam)
+        return [adam(groups, betas=(settings.momentum, 0.999), **options)]
+    options |= {"momentum": settings.momentum, "nesterov": settings.nesterov}
     sgd = strip_compiler_decorators(torch.optim.SGD)(groups, **options)
-    if hp.momentum:  # without it, fused SGD fails on a parameter that gets its first gradient later than others
+    if settings.momentum:  # without it, fused SGD fails on a parameter that gets its first gradient later than others
         for parameter in parameters:
             sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return [sgd]
@@ -90,8 +90,8 @@ def remove_gradients(optimizer: torch.optim.Optimizer, set_to_none: bool = True)
             parameter.grad = None
 
 
-def make_own_optimizers(model: nn.Module, hp: Hyperparameters) -> list[torch.optim.Optimizer]:
-    """Import and call the user's callable ``hp.optimizer`` with model and hyperparameters, and return its optimisers.
+def make_own_optimizers(model: nn.Module, spec: str, hyperparameters: Values) -> list[torch.optim.Optimizer]:
+    """Import and call the user's callable ``spec`` with model and hyperparameters, and return its optimisers.
 
     Exceptions of the callable pass through.
 
@@ -99,30 +99,30 @@ def make_own_optimizers(model: nn.Module, hp: Hyperparameters) -> list[torch.opt
         UserError: The callable cannot be imported, a result is no optimiser, or an optimiser needs a closure. Also
             raised if a trainable parameter is in no optimiser, or a parameter is in two.
     """
-    function = load_callable(hp.optimizer)
-    require_parameters(f"optimizer={hp.optimizer!r}", function, "model", "hp")
-    made = function(model, hp)
+    function = load_callable(spec)
+    require_parameters(f"optimizer={spec!r}", function, "model", "hp")
+    made = function(model, hyperparameters)
     optimizers = [*made] if isinstance(made, (list, tuple)) else [made]
     known: set[nn.Parameter] = set()
     for optimizer in optimizers:
         # Not isinstance, because optimisers of some libraries wrap an optimiser of torch without its base class.
         if any("lr" not in group for group in getattr(optimizer, "param_groups", [{}])):
             raise UserError(
-                f"optimizer={hp.optimizer!r}: returned {type(optimizer).__name__}: must be an optimiser with lr in "
+                f"optimizer={spec!r}: returned {type(optimizer).__name__}: must be an optimiser with lr in "
                 "each parameter group, or a list of such optimisers"
             )
-        refuse_required_closure(optimizer, hp.optimizer)
+        refuse_required_closure(optimizer, spec)
         own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         for name, parameter in model.named_parameters():
             if parameter in known & own:
                 raise UserError(
-                    f"optimizer={hp.optimizer!r}: parameter {name} is in two optimisers; remove the parameter from one"
+                    f"optimizer={spec!r}: parameter {name} is in two optimisers; remove the parameter from one"
                 )
         known |= own
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter not in known:
             raise UserError(
-                f"optimizer={hp.optimizer!r}: parameter {name} is in no parameter group, and would never be trained; "
+                f"optimizer={spec!r}: parameter {name} is in no parameter group, and would never be trained; "
                 f"add the parameter to a group, or set freeze={name!r}"
             )
     return optimizers
@@ -157,16 +157,6 @@ def do_first_step(optimizer: torch.optim.Optimizer, spec: str) -> None:
         if any(word in str(error) for word in ("closure", "create_graph", "grad_fn")):
             raise closure_error(spec, str(error)) from error
         raise
-
-
-def gradient_clip_norm(hp: Hyperparameters) -> float:
-    """Return the norm to which gradients are clipped, or 0 for no limit.
-
-    If ``grad_clip_norm`` is negative, the norm is 1.0 for small built-in models of encoded images, and 0 for others.
-    """
-    if hp.grad_clip_norm >= 0:
-        return hp.grad_clip_norm
-    return PHOTO_CLIP_NORM if hp.model in catalog.SMALL_MODELS and catalog.encoded_kind(hp.dataset) else 0.0
 
 
 def make_schedule(kind: str, warmup_steps: int, total_steps: int) -> Schedule:

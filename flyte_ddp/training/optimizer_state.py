@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.models.zoo import find_refused_value
+from flyte_ddp.models.state_dicts import find_refused_value
 
 
 def check_optimizer_state(optimizer: Optimizer, spec: str) -> None:

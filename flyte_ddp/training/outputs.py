@@ -13,27 +13,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from flyte_ddp.catalog import encoded_kind
-from flyte_ddp.datasets.preprocessing import PREPROCESSING
-from flyte_ddp.datasets.rows import describe_columns
-from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
-from flyte_ddp.models import artifacts, zoo
-from flyte_ddp.models.initial_weights import list_seeded_tensors
+from flyte_ddp.models import artifacts
 from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.models.sidecar import FORMAT
-from flyte_ddp.objectives import Classification, Objective
-from flyte_ddp.objectives.objective import convert_outputs, list_floats, mean_losses
+from flyte_ddp.objectives.objective import Objective, convert_outputs, list_floats, mean_losses
 from flyte_ddp.objectives.table_columns import (
     MOST_COLUMNS,
     TableColumns,
     describe_inputs,
     describe_samples,
-    list_inputs,
     merge_columns,
 )
-from flyte_ddp.objectives.threshold import with_threshold
 from flyte_ddp.parallel.batch_norm import has_unsynchronised_batch_norm
 from flyte_ddp.parallel.distributed import hide_process_group, rank, wait_for_all_ranks, world_size
 from flyte_ddp.parallel.dropout import make_dropout_rank_independent
@@ -60,13 +52,13 @@ def write_start_record(state: TrainingState, recorder: Recorder, *, resumed_from
     """Append the start record to metrics.jsonl, and print warnings about the start. On rank 0 only."""
     if rank() != 0:
         return
-    hp, hardware, ranks = state.hp, state.hardware, world_size()
-    skipped = list_seeded_tensors(state.model.state_dict(), hp.init_from, hp.init_skip)
+    hardware, ranks = state.hardware, world_size()
+    skipped = state.plan.model.list_seeded_tensors(state.model.state_dict())
     recorder.log.write(
         {
             "kind": "start",
             "resumed_after_step": resumed_from.step if resumed_from else 0,
-            "hyperparameters": hp.to_dict(),
+            "hyperparameters": state.plan.hyperparameters.to_dict(),
             "num_ranks": ranks,
             "num_nodes": hardware.num_nodes,
             "device": torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else "cpu",
@@ -108,15 +100,15 @@ def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
     bad = state.splits.gather_bad_samples()
     # Built on all ranks, because a user's model may wait for other ranks while it is built, such as for a download.
     # Built anew and not copied, because load_model will also build the model.
-    hp = state.hp
-    new_model = zoo.build_model(hp.model, state.objective.outputs, state.spec, hp.parse_options().get("model", {}))
+    plan = state.plan
+    new_model = plan.model.build(state.objective.outputs, state.spec)
     wait_for_all_ranks()  # detects a rank that hangs: rank 0's work from here on has no time limit
     if rank() != 0:
         return
     test = state.selection.test
-    if hp.keep == "best" and math.isinf(state.selection.best):
+    if plan.selection.keep == "best" and math.isinf(state.selection.best):
         recorder.add_warning(
-            f"select_by={hp.select_by!r} is not defined on the validation split, so the first evaluation's "
+            f"select_by={plan.selection.select_by!r} is not defined on the validation split, so the first evaluation's "
             "weights are kept; hold out more samples (validation_fraction)."
         )
     model = state.kept_model()
@@ -127,14 +119,13 @@ def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
     )
     verify_saved_model(new_model, model_path, sidecar, state)
     rows, objective = min(state.settings.wandb_table_rows, len(state.test)), state.objective
-    if isinstance(objective, Classification):
-        recorder.add_warning(objective.describe_single_prediction(test.columns))
+    recorder.add_warning(objective.describe_single_prediction(test.columns))
     try:
-        described = collect_predictions(state, with_threshold(objective, test.threshold), test, rows)
+        described = collect_predictions(state, objective.with_threshold(test.threshold), test, rows)
     except Exception as error:
-        if ":" not in hp.objective and "decode" not in hp.parse_options().get("objective", {}):  # no user code
+        if not plan.objective.describes_by_user_code:
             raise
-        recorder.add_warning(f"objective={hp.objective!r} could not describe its predictions: {error!r}")
+        recorder.add_warning(f"objective={plan.objective.name!r} could not describe its predictions: {error!r}")
         described = collect_predictions(state, Objective(objective.facts), test, rows)
     with replace_file(work.output_folder / PREDICTIONS) as file:
         np.savez(file, **described)
@@ -170,23 +161,26 @@ def make_sidecar(state: TrainingState, identity: Identity, history: list[float])
 
     ``identity`` has the digests of code and files. ``history`` has the main measure after each evaluation.
     """
-    hp, data, main = state.hp, state.data, state.objective.main_measure
+    plan, data, main = state.plan, state.data, state.objective.main_measure
     digests = {"data": data.digest, "code": library_digest()}
     digests |= {"user_code": identity.user_code, "init_from": identity.initial_weights}
-    preprocessing = data.preprocessing if isinstance(data, SampleArrays) else {}
-    facts, weights, options = state.objective.facts, state.objective.class_weights, hp.parse_options()
+    facts, weights, options = state.objective.facts, state.objective.class_weights, plan.options
     threshold = state.selection.test.threshold
-    of_others = {"objective": hp.objective, "outputs": state.objective.outputs, "target_shape": [*facts.target_shape]}
+    of_others = {
+        "objective": plan.objective.name,
+        "outputs": state.objective.outputs,
+        "target_shape": [*facts.target_shape],
+    }
     return {
         "format": FORMAT,
-        "model": hp.model,
+        "model": plan.model.name,
         "classes": list(facts.classes),
-        **({} if hp.objective == "classification" else of_others),
+        **({} if plan.objective.name == "classification" else of_others),
         **({} if weights is None else {"class_weights": weights.tolist()}),
         **({} if threshold is None else {"threshold": threshold}),
         **({"options": options} if options else {}),
-        "input": artifacts.describe_model_input(state.spec, artifacts.MIDDLE if encoded_kind(hp.dataset) else ""),
-        "hyperparameters": hp.to_dict(),
+        "input": artifacts.describe_model_input(state.spec, data.crop),
+        "hyperparameters": plan.hyperparameters.to_dict(),
         "metrics": replace_non_finite(
             {
                 **test_measures(state.selection.test),
@@ -205,7 +199,7 @@ def make_sidecar(state: TrainingState, identity: Identity, history: list[float])
         "num_nodes": state.hardware.num_nodes,
         "threads_per_rank": state.hardware.threads,
         **({"sources": state.own_sources} if state.own_sources else {}),  # by which load_model builds the model
-        **({PREPROCESSING: preprocessing} if preprocessing else {}),
+        **({"preprocessing": data.preprocessing} if data.preprocessing else {}),
     }
 
 
@@ -235,7 +229,7 @@ def verify_saved_model(fresh: nn.Module, model_path: Path, sidecar: Mapping[str,
         model.double()
     with torch.no_grad(), state.evaluation_mode():
         expected = tensors_of(state.predict(inputs, targets, len(first)))
-        state.this_pass.begin_pass(state.hp.seed, 0, np.arange(len(first)), state.device)
+        state.this_pass.begin_pass(state.plan.loop.seed, 0, np.arange(len(first)), state.device)
         model = model.to(memory_format=state.memory_format)
         found = tensors_of(call_with_leaves(model, state.prepare_inputs(inputs)))
     largest = expected.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max().item()
@@ -243,7 +237,7 @@ def verify_saved_model(fresh: nn.Module, model_path: Path, sidecar: Mapping[str,
     if not torch.allclose(found, expected, rtol=0.0, atol=MOST_APART * largest, equal_nan=True):
         apart = (found - expected).abs().nan_to_num(nan=0.0, posinf=torch.inf).max().item()
         raise UserError(
-            f"model {state.hp.model!r}: the state_dict is incomplete: a new model with the saved weights gives "
+            f"model {state.plan.model.name!r}: the state_dict is incomplete: a new model with the saved weights gives "
             f"different outputs (by up to {apart:.2g}, where the largest output is {largest:.2g}); keep all values "
             "that forward uses in parameters or buffers, or set the same values in each new model"
         )
@@ -258,26 +252,25 @@ def list_report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from
 
     ``arithmetic`` has the facts that decide this run's rounding. ``resumed_from`` is None if the run did not resume.
     """
-    hp, other = state.hp, "another number of ranks would give another result."
+    other = "another number of ranks would give another result."
     by_rank_0 = "and rank 0's values were used: another number of ranks may give another result."
     changed = sorted(state.buffers.changed_names())
     unsaved = sorted({*changed}.intersection(state.buffers.unsaved_names))
-    separate = has_unsynchronised_batch_norm(state.model, synchronised=hp.sync_batchnorm)
-    is_stream, saw_reduced_loss = encoded_kind(hp.dataset) == "stream", state.objective.saw_reduced_loss
+    separate = has_unsynchronised_batch_norm(state.model, synchronised=state.plan.loop.sync_batchnorm)
+    saw_reduced_loss = state.objective.saw_reduced_loss
     notes: list[tuple[str, object]] = [
         (f"The model draws random numbers outside torch's Dropout layers: {other}", state.this_pass.model_draws),
         (f"The loss is a single number: unless the number is the mean over samples, {other}", saw_reduced_loss),
         (f"BatchNorm used the statistics of each rank's part of the batch: {other}", separate),
         (f"The model changes {join_first(changed)} in its forward passes, {by_rank_0}", changed),
         (f"{join_first(unsaved)} is not in the state_dict: evaluations used the values of a new model.", unsaved),
-        ("The training data were a stream: each rank and each worker read different shards.", is_stream),
     ]
-    told = [note for note, is_told in notes if is_told]
+    texts = [note for note, applies in notes if applies] + state.data.list_notes()
     if resumed_from is not None:
         changes = arithmetic.describe_changes(resumed_from.trained_in)
         since = f"; since then these changed: {changes}; so the result is exact up to rounding" if changes else ""
-        told.append(f"The run resumed from a checkpoint after step {resumed_from.step:,}{since}.")
-    return told
+        texts.append(f"The run resumed from a checkpoint after step {resumed_from.step:,}{since}.")
+    return texts
 
 
 def collect_predictions(state: TrainingState, objective: Objective, test: Evaluation, rows: int) -> dict[str, Any]:
@@ -339,16 +332,15 @@ def describe_batches(state: TrainingState, objective: Objective, index: NDArray[
 
     ``index`` has the positions of the samples in the order of the test split. Runs the kept model in evaluation mode.
     """
-    data = state.data if isinstance(state.data, SampleArrays) else None
-    columns: Any = data.preprocessing.get("columns", {}) if data else {}
-    rows = {} if data is None or not data.rows else describe_columns(data.load_rows("test"))
-    for start in range(0, len(index), state.hp.test_batch_size):
-        places = index[start : start + state.hp.test_batch_size].tolist()
+    batch_size = state.plan.loop.test_batch_size
+    for start in range(0, len(index), batch_size):
+        places = index[start : start + batch_size].tolist()
         samples = [int(state.test.order.samples(slice(at, at + 1))[0]) for at in places]
-        inputs, targets, names = state.test.load_batch(np.array(samples, dtype=np.int64))
+        numbers = np.array(samples, dtype=np.int64)
+        inputs, targets, names = state.test.load_batch(numbers)
         with torch.no_grad(), state.evaluation_mode():
             outputs = state.predict(inputs, targets, len(places))
-        values = list_inputs(inputs, columns, {name: each[samples] for name, each in rows.items()})
+        values = state.data.list_inputs(inputs, numbers)
         texts = [describe_inputs(values, row).values() for row in range(len(places))]
         yield {
             "value_columns": [*values],

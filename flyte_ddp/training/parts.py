@@ -83,9 +83,9 @@ def split_for_rank(
 
 def list_parts(state: TrainingState, batch: sampling.Indices, step: int) -> list[RankSlice]:
     """Return this rank's slice of each micro-batch of a global batch. With mixup, slices have partners."""
-    hp = state.hp
-    partners = choose_partners(batch, hp.seed, step) if hp.mixup else None
-    return split_for_rank(batch, hp.accumulation_steps, partners, step)
+    loop = state.plan.loop
+    partners = choose_partners(batch, loop.seed, step) if loop.mixup else None
+    return split_for_rank(batch, loop.accumulation_steps, partners, step)
 
 
 def load_part(state: TrainingState, part: RankSlice) -> LoadedPart:
@@ -98,7 +98,7 @@ def load_part(state: TrainingState, part: RankSlice) -> LoadedPart:
     targets = [(convert_outputs(batch.targets, state.dtype), state.objective.weights(batch.targets)) for batch in loads]
     if part.partners is None:
         return LoadedPart(len(part.samples), inputs, [], targets)
-    drawn = draw_shares(part.samples, state.hp.mixup, state.hp.seed, part.step)
+    drawn = draw_shares(part.samples, state.plan.loop.mixup, state.plan.loop.seed, part.step)
     own = copy_to_device(torch.from_numpy(drawn), state.device)
     shares = [own, 1 - own]
     weighted = [

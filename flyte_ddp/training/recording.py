@@ -40,7 +40,7 @@ class Recorder:
 
     def __init__(self, output_folder: Path, state: TrainingState) -> None:
         """Open metrics.jsonl in ``output_folder`` on rank 0, and start to count time. Collective."""
-        self.settings, self.log_interval = state.settings, state.hp.log_interval
+        self.settings, self.log_interval = state.settings, state.plan.loop.log_interval
         self.clock, self.device, self.total_steps = state.clock, state.device, state.total_steps
         self.writes = distributed.rank() == 0
         self.own: deque[dict[str, Any]] = deque(maxlen=OWN_RECORDS)  # the last records, on ranks other than 0

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from flyte_ddp.datasets import open_prepared
-from flyte_ddp.datasets.prepared import refuse_too_few_shards
 from flyte_ddp.errors import UserError
 from flyte_ddp.hardware import choose_hardware
 from flyte_ddp.launch.supervise.rank import Rank
@@ -21,7 +19,6 @@ from flyte_ddp.loading.split import Split
 from flyte_ddp.machine.resources import bf16_support
 from flyte_ddp.models.inputs import InputSpec, explain_model_errors
 from flyte_ddp.objectives.objective import convert_outputs
-from flyte_ddp.objectives.threshold import fit_objective
 from flyte_ddp.order import sampling
 from flyte_ddp.parallel.batch_norm import mean_running_statistics, restore_running_statistics
 from flyte_ddp.parallel.distributed import explain_full_device, gather_objects, world_size
@@ -30,11 +27,11 @@ from flyte_ddp.training import trial
 from flyte_ddp.training.checkpointing import Checkpointer, load_training_state
 from flyte_ddp.training.diagnosis import non_finite_loss_error
 from flyte_ddp.training.evaluate import Evaluation, gather_columns, measure_split
-from flyte_ddp.training.job import INITIAL_WEIGHTS, TrainingJob
-from flyte_ddp.training.optimisation import do_first_step, gradient_clip_norm
+from flyte_ddp.training.optimisation import do_first_step
 from flyte_ddp.training.optimizer_state import check_optimizer_state
 from flyte_ddp.training.outputs import write_outputs, write_rung, write_start_record
 from flyte_ddp.training.parts import RankSlice, list_parts, load_part, load_parts, split_for_rank
+from flyte_ddp.training.plan import INITIAL_WEIGHTS, TrainingJob
 from flyte_ddp.training.recording import Recorder, StepSums
 from flyte_ddp.training.training_state import TrainingState
 
@@ -54,10 +51,10 @@ def train(rank: Rank) -> None:
     """
     rank.join()
     work, job = rank.work, cast("TrainingJob", rank.work.arguments)
-    hp, settings, data = job.hp, work.settings, open_prepared(job.data)
-    hardware = choose_hardware(hp, work.world, min(gather_objects(bf16_support(work.world.device_type))))
-    refuse_too_few_shards(data, hp, ranks=world_size(), workers=settings.loaders or hardware.threads)
-    state = TrainingState(hp, hardware, data, work.files.get(INITIAL_WEIGHTS), settings)
+    plan, loop, settings, data = job.plan, job.plan.loop, work.settings, job.plan.data.open(job.data)
+    hardware = choose_hardware(plan.hardware, work.world, min(gather_objects(bf16_support(work.world.device_type))))
+    data.check_ranks(world_size(), settings.loaders or hardware.threads)
+    state = TrainingState(plan, hardware, data, work.files.get(INITIAL_WEIGHTS), settings)
     with closing(state.splits), closing(Recorder(work.output_folder, state)) as recorder:
         state.stop_after_fraction(job.steps_divisor)
         write_start_record(state, recorder, resumed_from=work.checkpoint)
@@ -66,8 +63,9 @@ def train(rank: Rank) -> None:
         else:
             recorder.add_warning(trial.try_evaluation(state))
         fix = (
-            f"raise accumulation_steps (now {hp.accumulation_steps}), which changes no result without BatchNorm, or "
-            f"lower batch_size ({hp.batch_size} on {world_size()} rank(s)) or test_batch_size ({hp.test_batch_size})"
+            f"raise accumulation_steps (now {loop.accumulation_steps}), which changes no result without BatchNorm, or "
+            f"lower batch_size ({loop.batch_size} on {world_size()} rank(s)) or test_batch_size "
+            f"({loop.test_batch_size})"
         )
         with Checkpointer(work, state, recorder, rank.announce_writing) as checkpoints, explain_full_device(fix):
             rank.offer_saving(checkpoints.save_last)
@@ -82,9 +80,9 @@ def train(rank: Rank) -> None:
                 is_last = state.step == state.total_steps
                 if state.step < (state.epoch + 1) * state.steps_per_epoch and not is_last:
                     break  # a part ends in the middle of an epoch
-                evaluate = is_last or (state.epoch + 1) % hp.eval_interval == 0
+                evaluate = is_last or (state.epoch + 1) % loop.eval_interval == 0
                 evaluations = evaluate_splits(state, state.validation, state.test) if evaluate else ()
-                state.splits.refuse_too_many_bad_samples(hp.bad_samples)
+                state.splits.refuse_too_many_bad_samples(loop.bad_samples)
                 finish_epoch(state, recorder, evaluations)
                 checkpoints.save_epoch()
             if state.epoch < state.epochs and not state.selection.stopped:
@@ -99,9 +97,9 @@ def remaining_batches(state: TrainingState) -> Iterator[sampling.Indices]:
 
     The first batch is the batch after ``state.step``. Ends early where this attempt stops.
     """
-    epoch, training, hp = state.epoch, state.training, state.hp
+    epoch, training, batch_size = state.epoch, state.training, state.plan.loop.batch_size
     done = state.step - epoch * state.steps_per_epoch
-    batches = training.order.batches(epoch, hp.batch_size, first=done)
+    batches = training.order.batches(epoch, batch_size, first=done)
     wanted = itertools.islice(batches, max(0, state.last_step - state.step))
 
     def list_rank_samples(item: tuple[int, sampling.Indices]) -> list[sampling.Indices]:
@@ -109,7 +107,7 @@ def remaining_batches(state: TrainingState) -> Iterator[sampling.Indices]:
         return [samples for part in list_parts(state, batch, step) for samples in part.list_loads()]
 
     numbered = enumerate(wanted, state.step)
-    for _, batch in training.iterate_with_prefetch(numbered, list_rank_samples, epoch, hp.batch_size):
+    for _, batch in training.iterate_with_prefetch(numbered, list_rank_samples, epoch, batch_size):
         yield batch
 
 
@@ -163,7 +161,7 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums
                 loss = reduce(torch.add, sums)
             if not part.has_samples:
                 loss = 0.0 * loss  # the backward pass must still run, because other ranks wait in its exchanges
-            if not state.step and (":" in state.hp.model or ":" in state.hp.objective):
+            if not state.step and state.plan.has_user_model_or_objective:
                 trial.refuse_foreign_parameters(state.model, loss)
             state.this_pass.finish_forward()
             state.sync.prepare_backward(outputs, loss)
@@ -230,11 +228,11 @@ def compute_outputs(
         UserError: The model fails on the inputs, BatchNorm has a single value for a channel, or outputs do not fit the
             targets.
     """
-    hp = state.hp
-    state.this_pass.begin_pass(hp.seed, state.epoch, part.samples, state.device, has_samples=part.has_samples)
+    loop, name = state.plan.loop, state.plan.model.name
+    state.this_pass.begin_pass(loop.seed, state.epoch, part.samples, state.device, has_samples=part.has_samples)
     try:
         with (
-            explain_model_errors(hp.model, state.model, inputs),
+            explain_model_errors(name, state.model, inputs),
             # autocast takes 10 us also where it does nothing
             torch.autocast(state.device.type, torch.bfloat16) if state.hardware.precision == "bf16" else nullcontext(),
         ):
@@ -243,12 +241,12 @@ def compute_outputs(
         if "more than 1 value per channel" not in str(error):
             raise
         raise UserError(
-            f"batch_size={hp.batch_size}: BatchNorm of model {hp.model!r} gets a single value per channel in a batch: "
+            f"batch_size={loop.batch_size}: BatchNorm of model {name!r} gets a single value per channel in a batch: "
             "must be at least two values; choose a batch_size with another remainder"
             + (", or a larger image_size" if isinstance(state.spec, InputSpec) else "")
-            + ("" if hp.sync_batchnorm else ", or sync_batchnorm=true")
+            + ("" if loop.sync_batchnorm else ", or sync_batchnorm=true")
         ) from None
-    state.objective.check_outputs(hp.model, outputs, targets)
+    state.objective.check_outputs(name, outputs, targets)
     return outputs
 
 
@@ -277,20 +275,21 @@ def apply_gradients(state: TrainingState) -> Tensor | None:
     Raises:
         UserError: The user-defined optimiser or schedule is unfit.
     """
-    hp = state.hp
-    largest = gradient_clip_norm(hp)
+    settings = state.plan.optimizer
+    largest = settings.grad_clip_norm
     norm = clip_grad_norm_(state.model.parameters(), largest) if largest else None
     for group, rate in zip(state.parameter_groups(), state.initial_rates, strict=True):
         group["lr"] = state.schedule(rate, state.step)
-    if ":" in hp.optimizer:
+    if settings.is_user_defined:
         # A user-defined optimiser may draw random numbers. All ranks need equal numbers, and no pass may have the same.
-        state.this_pass.begin_pass(hp.seed + OPTIMIZER_SEEDS, state.step, np.zeros(1, dtype=np.int64), state.device)
+        seed = state.plan.loop.seed + OPTIMIZER_SEEDS
+        state.this_pass.begin_pass(seed, state.step, np.zeros(1, dtype=np.int64), state.device)
     for optimizer in state.optimizers:
-        if state.step or ":" not in hp.optimizer:
+        if state.step or not settings.is_user_defined:
             optimizer.step()
         else:
-            do_first_step(optimizer, hp.optimizer)
-            check_optimizer_state(optimizer, hp.optimizer)
+            do_first_step(optimizer, settings.optimizer)
+            check_optimizer_state(optimizer, settings.optimizer)
         optimizer.zero_grad(set_to_none=True)  # a parameter without a gradient in the next step then stays as it is
     state.update_average()
     state.step += 1
@@ -311,11 +310,11 @@ def evaluate_splits(state: TrainingState, *splits: Split) -> tuple[Evaluation, .
         UserError: The model fails or has changed its buffers' layout, or the validation split has no positive sample
             for a threshold.
     """
-    hp = state.hp
+    loop = state.plan.loop
     with state.clock("communication"):
         # Weighted by this rank's samples of the largest batch there is: with few training samples some ranks have none.
-        largest_batch = np.arange(min(hp.batch_size, len(state.training)))
-        parts = split_for_rank(largest_batch, hp.accumulation_steps)
+        largest_batch = np.arange(min(loop.batch_size, len(state.training)))
+        parts = split_for_rank(largest_batch, loop.accumulation_steps)
         own_samples = sum(len(part.samples) for part in parts if part.has_samples)
         averaged = mean_running_statistics(state.kept_model(), own_samples)
         with state.exclude_snapshots():
@@ -323,8 +322,8 @@ def evaluate_splits(state: TrainingState, *splits: Split) -> tuple[Evaluation, .
                 statistic.copy_(average)
             state.buffers.copy_after_step()
     with state.clock("evaluation"), state.evaluation_mode():
-        columns = [gather_columns(state.predict, split, hp.test_batch_size, state.objective) for split in splits]
-        objective = fit_objective(state.objective, columns[0])
+        columns = [gather_columns(state.predict, split, loop.test_batch_size, state.objective) for split in splits]
+        objective = state.objective.with_fitted_threshold(columns[0])
         return tuple(measure_split(objective, each) for each in columns)
 
 
@@ -343,7 +342,7 @@ def finish_epoch(state: TrainingState, recorder: Recorder, evaluations: tuple[Ev
             if not math.isfinite(loss := evaluation.measures.get("loss", 0.0)):
                 trial.refuse_non_finite_sample(state, split, evaluation.columns["loss"])
                 at = {"epoch": state.epoch - 1, "step": state.step, "update_step": state.step}
-                raise non_finite_loss_error(state.model, state.hp.learning_rate, loss, **at, activation="")
+                raise non_finite_loss_error(state.model, state.plan.optimizer.learning_rate, loss, **at, activation="")
         if evaluations:
             validation, test = evaluations
             recorder.record_evaluation(state.epoch, state.step, validation, test, state.model)

@@ -11,28 +11,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
-from flyte_ddp import catalog
-from flyte_ddp.config import Hyperparameters, refuse_unused_settings
-from flyte_ddp.datasets.prepared import PreparedSet, count_training_classes, resolve_class_names
-from flyte_ddp.datasets.preprocessing import TABLE
-from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays, name_sample
-from flyte_ddp.errors import UserError, unknown_name_error
+from flyte_ddp.errors import UserError
 from flyte_ddp.hardware import Hardware
-from flyte_ddp.loading.collate import widen_type
-from flyte_ddp.loading.opening import open_splits
-from flyte_ddp.loading.split import TargetSpec
+from flyte_ddp.loading.training_data import TrainingData
 from flyte_ddp.loading.worker_sources import WorkerSource
 from flyte_ddp.machine.clock import make_clock
 from flyte_ddp.machine.device_copy import copy_to_cpu
-from flyte_ddp.models import zoo
-from flyte_ddp.models.initial_weights import freeze_parts, load_initial_weights, set_training_mode
 from flyte_ddp.models.inputs import InputSpec, explain_model_errors, prepare_inputs
-from flyte_ddp.objectives import HIGHER, Facts, Objective, make_objective, why_not_comparable
-from flyte_ddp.objectives.requirements import require_weights
-from flyte_ddp.order.sampling import Order, steps_per_epoch
+from flyte_ddp.models.parts import freeze_parts, set_training_mode
+from flyte_ddp.models.state_dicts import check_model, check_state_dict
+from flyte_ddp.objectives.objective import HIGHER
+from flyte_ddp.order.sampling import steps_per_epoch
 from flyte_ddp.parallel.batch_norm import synchronise_batch_norm
 from flyte_ddp.parallel.buffers import Buffers
 from flyte_ddp.parallel.distributed import rank, world_size
@@ -44,8 +35,10 @@ from flyte_ddp.samples.leaves import Leaves, call_with_leaves
 from flyte_ddp.settings import Settings
 from flyte_ddp.training.diagnosis import LossWatch
 from flyte_ddp.training.evaluate import Selection
+from flyte_ddp.training.objective_setup import build_objective, why_not_comparable
 from flyte_ddp.training.optimisation import MovingAverage, create_optimizers, make_schedule
 from flyte_ddp.training.optimizer_state import read_attributes
+from flyte_ddp.training.plan import TrainingPlan
 from flyte_ddp.user_code import source as user_source
 
 
@@ -54,16 +47,16 @@ class TrainingState:
 
     def __init__(
         self,
-        hp: Hyperparameters,
+        plan: TrainingPlan,
         hardware: Hardware,
-        data: PreparedSet,
+        data: TrainingData,
         initial_weights: Path | None,
         settings: Settings | None = None,
     ) -> None:
-        """Seed torch, Python and NumPy, apply ``hp.deterministic``, open the data, and build the rest. Collective.
+        """Seed torch, Python and NumPy, apply ``deterministic``, open the data, and build the rest. Collective.
 
         Starts threads or processes that load samples, which ``splits.close()`` ends. Imports and runs user code. With
-        ``hp.deterministic``, sets an environment variable and torch's global setting.
+        ``deterministic``, sets an environment variable and torch's global setting.
 
         Args:
             initial_weights: File of the weights to start from, or None.
@@ -72,77 +65,78 @@ class TrainingState:
         Raises:
             UserError: Hyperparameters, data, model, objective or optimiser do not fit together.
         """
-        self.hp, self.hardware, self.data, self.settings = hp, hardware, data, settings or Settings()
+        self.plan, self.hardware, self.data, self.settings = plan, hardware, data, settings or Settings()
+        loop, optimizer, selection = plan.loop, plan.optimizer, plan.selection
         self.step = 0  # optimiser steps that are done
         self.epoch = 0  # epochs that are done, with their evaluation
         self.lock = threading.Lock()  # held while the state is copied for a checkpoint, or changed
         self.inconsistent = False  # whether an update has failed halfway: then nothing is saved
         on_gpu = hardware.device_type == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        torch.manual_seed(hp.seed)
-        random.seed(hp.seed)  # a model may draw from any of the three when it is made
-        np.random.seed(hp.seed)  # noqa: NPY002
-        if hp.deterministic:
+        torch.manual_seed(loop.seed)
+        random.seed(loop.seed)  # a model may draw from any of the three when it is made
+        np.random.seed(loop.seed)  # noqa: NPY002
+        if loop.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # otherwise torch rejects matrix products
             torch.use_deterministic_algorithms(True)
-        own_code = hp.own_code("dataset")  # except the data set's code, which has run before
         writes = rank() == 0  # only rank 0 writes the results, which hold the sources of user code
         # Before user code runs, as in the digest.
-        own_files = user_source.list_user_files(*own_code) if writes else set()
-        packed = data.preprocessing if isinstance(data, SampleArrays) else {}
-        preparing = [packed[key] for key in ("prepare", TABLE) if key in packed]
-        self.own_sources = user_source.read_user_sources(*own_code, *preparing) if writes else {}
+        own_files = user_source.list_user_files(*plan.user_code) if writes else set()
+        self.own_sources = user_source.read_user_sources(*plan.user_code, *data.user_code) if writes else {}
         self._open_splits()
-        self.objective = open_objective(data, hp, self.training.order, self.splits.targets)
+        self.objective = build_objective(plan, data, self.training.order, self.splits.targets)
         for source in self.splits.sources:
             if isinstance(source, WorkerSource):  # user code makes the targets
                 source.check_targets = self.objective.check_targets
-        self.loss_exchange = RankExchange(why_not_comparable(hp.accumulation_steps, hp.mixup))
+        self.loss_exchange = RankExchange(why_not_comparable(loop.accumulation_steps, loop.mixup))
         model = self._build_model(initial_weights)
         # The order matters from here on. The model must have its final type, device and layers before anything refers
         # to its parameters. First the dropout and BatchNorm layers are replaced, because compile_model excludes some of
         # the new layers. Then the strategy copies rank 0's weights to all ranks. Then the optimiser, the average and
         # the buffers refer to these weights.
-        self.this_pass = TrainingPass(may_draw=hp.model not in catalog.SMALL_MODELS or bool(own_code))
+        self.this_pass = TrainingPass(may_draw=plan.model.may_draw)
         make_dropout_rank_independent(model, self.this_pass)
-        if hp.sync_batchnorm and world_size() > 1:
+        if loop.sync_batchnorm and world_size() > 1:
             synchronise_batch_norm(model, self.this_pass, on_one_machine=hardware.strategy == "shared_memory")
         set_training_mode(model, self.frozen_modules)
         self.model = model
         self.optimised_parameters = {parameter for parameter in model.parameters() if parameter.requires_grad}
         self.frozen = {name: each for name, each in model.named_parameters() if not each.requires_grad}
         self.clock = make_clock(self.device)
-        self.sync = create_gradient_sync(compile_model(model) if hp.compile else model, hardware.strategy, self.clock)
-        self.optimizers = create_optimizers(model, hp)
-        self.attributes_at_start = copy_to_cpu([read_attributes(optimizer) for optimizer in self.optimizers])
+        self.sync = create_gradient_sync(compile_model(model) if loop.compile else model, hardware.strategy, self.clock)
+        self.optimizers = create_optimizers(model, optimizer, plan.hyperparameters)
+        self.attributes_at_start = copy_to_cpu([read_attributes(each) for each in self.optimizers])
         self.optimizers_train: bool | None = None  # True after train(), False after eval()
         self.initial_rates = [float(group["lr"]) for group in self.parameter_groups()]
-        self.schedule = make_schedule(hp.schedule, hp.warmup_steps, self.total_steps)
-        self.average = MovingAverage(model, hp.ema_decay) if hp.ema_decay else None
+        self.schedule = make_schedule(optimizer.schedule, optimizer.warmup_steps, self.total_steps)
+        self.average = MovingAverage(model, optimizer.ema_decay) if optimizer.ema_decay else None
         self.buffers = Buffers(model)
         # On a GPU, checking a loss in its own step would make the host wait for the device in every step.
         # With a user-defined optimiser the host waits, because the optimiser may be unable to skip an update.
-        a_step_later = on_gpu and ":" not in hp.optimizer
-        self.loss_watch = LossWatch(model, self.optimizers[0], hp.learning_rate, a_step_later=a_step_later)
-        higher = self.objective.measures.get(hp.select_by) == HIGHER
-        self.selection = Selection(hp.keep, hp.early_stop_patience, hp.select_by, higher_is_better=higher)
+        a_step_later = on_gpu and not optimizer.is_user_defined
+        self.loss_watch = LossWatch(model, self.optimizers[0], optimizer.learning_rate, a_step_later=a_step_later)
+        higher = self.objective.measures.get(selection.select_by) == HIGHER
+        self.selection = Selection(
+            selection.keep, selection.early_stop_patience, selection.select_by, higher_is_better=higher
+        )
         # Base classes, too: a layer's class may have been replaced by a library's subclass, as by torch's parametrize.
         modules = {kind.__module__ for module in model.modules() for kind in type(module).__mro__}
-        self.uncovered_files = user_source.list_files_outside_digest(own_files, own_code, modules) if writes else []
+        self.uncovered_files = (
+            user_source.list_files_outside_digest(own_files, plan.user_code, modules) if writes else []
+        )
 
     def _open_splits(self) -> None:
         """Open the splits, start their loaders, and set the numbers of steps and epochs and the model's ``spec``."""
-        hp = self.hp
-        self.splits = open_splits(self.data, hp, self.hardware, self.device, self.settings)
+        loop = self.plan.loop
+        self.splits = self.data.open_splits(self.hardware, self.device, self.settings)
         self.training, self.validation, self.test = self.splits.training, self.splits.validation, self.splits.test
-        self.steps_per_epoch = steps_per_epoch(len(self.training), hp.batch_size)
-        self.total_steps = min(hp.epochs * self.steps_per_epoch, hp.max_steps or sys.maxsize)
+        self.steps_per_epoch = steps_per_epoch(len(self.training), loop.batch_size)
+        self.total_steps = min(loop.epochs * self.steps_per_epoch, loop.max_steps or sys.maxsize)
         self.epochs = -(-self.total_steps // self.steps_per_epoch)  # the last epoch may end early
         self.last_step, self.last_epoch = self.total_steps, self.epochs  # where this attempt stops
         self.spec = self.splits.inputs
         if isinstance(self.spec, InputSpec):
-            weights = catalog.find_weights(hp.model, hp.init_from)
-            self.spec = zoo.choose_input_spec(hp.model, self.spec, hp.image_size, weights)
+            self.spec = self.plan.model.choose_input(self.spec)
 
     def stop_after_fraction(self, steps_divisor: int) -> None:
         """Let training stop after 1 / ``steps_divisor`` of the steps, rounded up, by ``last_step`` and ``last_epoch``.
@@ -160,12 +154,12 @@ class TrainingState:
 
     def _build_model(self, initial_weights: Path | None) -> nn.Module:
         """Return the model with its first weights, on the device. Set dtype, memory format and ``frozen_modules``."""
-        hp = self.hp
-        model = zoo.build_model(hp.model, self.objective.outputs, self.spec, hp.parse_options().get("model", {}))
-        zoo.check_model(hp.model, model)
+        source = self.plan.model
+        model = source.build(self.objective.outputs, self.spec)
+        check_model(source.name, model)
         if initial_weights is not None:
-            load_initial_weights(model, initial_weights, name=hp.model, init_from=hp.init_from, init_skip=hp.init_skip)
-        self.frozen_modules = freeze_parts(model, hp.freeze)
+            source.load_initial_weights(model, initial_weights)
+        self.frozen_modules = freeze_parts(model, self.plan.loop.freeze)
         self.dtype = torch.float64 if self.hardware.precision == "fp64" else torch.float32
         if self.dtype == torch.float64:
             model.double()  # a model in fp32 is not cast: it may have buffers of other types, also complex ones
@@ -226,7 +220,7 @@ class TrainingState:
 
     def check_model(self) -> None:
         """Raise UserError if no file can hold the model, buffers changed, or the optimiser lacks a parameter."""
-        zoo.check_state_dict(self.hp.model, self.model.state_dict())
+        check_state_dict(self.plan.model.name, self.model.state_dict())
         self.buffers.require_same_buffers(self.model)
         self.refuse_late_parameters(self.model.named_parameters())
 
@@ -255,106 +249,17 @@ class TrainingState:
         Raises:
             UserError: The model does not accept the inputs, or its outputs do not fit the targets.
         """
-        self.this_pass.begin_pass(self.hp.seed, 0, np.arange(samples), self.device)
+        self.this_pass.begin_pass(self.plan.loop.seed, 0, np.arange(samples), self.device)
         prepared = self.prepare_inputs(inputs)
-        with explain_model_errors(self.hp.model, self.model, prepared):
+        with explain_model_errors(self.plan.model.name, self.model, prepared):
             outputs = call_with_leaves(self.kept_model() if model is None else model, prepared)
-        self.objective.check_outputs(self.hp.model, outputs, targets)
+        self.objective.check_outputs(self.plan.model.name, outputs, targets)
         return outputs
 
     def kept_model(self) -> nn.Module:
         """Return the module whose weights would be kept now: the moving average with ``keep`` "ema", else the model."""
-        return self.model if self.hp.keep != "ema" or self.average is None else self.average.module
+        return self.model if self.plan.selection.keep != "ema" or self.average is None else self.average.module
 
     def update_average(self) -> None:
         if self.average is not None:
             self.average.update_parameters(self.model)
-
-
-TRIED_TOKENS = 10_000  # first tokens of the texts, on which a user-defined objective's weights are tried
-
-
-def open_objective(data: PreparedSet, hp: Hyperparameters, training: Order, targets: TargetSpec | None) -> Objective:
-    """Return the objective for these data, and check the stored targets. Weights of a user-defined objective are tried.
-
-    Args:
-        training: Order of the training samples, whose classes are counted for balanced class weights.
-        targets: Properties that all targets share, or None if targets have several leaves, or none.
-
-    Raises:
-        UserError: Objective, data and hyperparameters do not fit together.
-    """
-    if targets is None and ":" not in hp.objective:
-        raise UserError(
-            f"objective={hp.objective!r}: requires targets in a single array, and dataset={hp.dataset!r} has several "
-            "arrays or none; use a user-defined objective"
-        )
-    # A user-defined objective needs no classes if a sample's target is not a single number.
-    of_numbers = targets is None or targets.dtype.kind == "f" or (":" in hp.objective and bool(targets.shape))
-    # An image folder's names are no classes if a user's function has made the targets, which are numbers.
-    named = () if of_numbers and catalog.encoded_kind(hp.dataset) == "image_folder" else data.classes
-    classes = resolve_class_names(named, hp, of_numbers=of_numbers)
-    counted = hp.class_weights == "balanced" and not hp.sample
-    counts = count_training_classes(data, training, len(classes)) if counted else ()
-    if targets is not None and targets.varies and ":" not in hp.objective and hp.objective not in catalog.OF_LENGTHS:
-        raise UserError(
-            f"objective={hp.objective!r}: the targets of dataset={hp.dataset!r} have different lengths; use "
-            f"{' or '.join(catalog.OF_LENGTHS)}, or a user-defined objective"
-        )
-    # Targets without a known shape must not have the shape of a class number, ().
-    shape = (1,) if targets is None or targets.varies else targets.shape
-    stored_targets = {} if ":" in hp.collate else collect_stored_targets(data)
-    # Shorter targets are padded with NaN, and user code may return NaN.
-    made = targets is None or targets.varies or any(":" in code for code in (hp.sample, hp.augment, hp.collate))
-    no_nan = bool(stored_targets) and not made and not any(np.isnan(stored).any() for stored in stored_targets.values())
-    facts = Facts(
-        *(classes, shape, counts, hp.class_weights, hp.label_smoothing),
-        no_nan_targets=no_nan,
-        select_by=hp.select_by,
-        threshold_rule=hp.threshold,
-    )
-    objective = make_objective(hp.objective, facts, hp.parse_options().get("objective", {}))
-    refuse_unused_settings(hp, objective.used_hyperparameters)
-    if objective.compares_samples and (reason := why_not_comparable(hp.accumulation_steps, hp.mixup)):
-        raise UserError(reason)
-    for side, stored in stored_targets.items():
-        check_stored_targets(objective, data, side, stored)
-        if ":" in hp.objective:  # tries the user's weights(); those of built-in objectives are tested
-            tried = stored[:, :TRIED_TOKENS] if targets is not None and targets.varies else stored
-            for rows in np.array_split(tried, -(-len(tried) // hp.test_batch_size)):
-                batch = torch.tensor(rows) if data.pictures else widen_type(torch.tensor(rows))
-                require_weights(objective.weights(batch), len(rows))
-    if not stored_targets and targets is not None:
-        objective.check_targets(np.zeros((1, *targets.shape), targets.dtype))
-    if hp.select_by not in ("loss", *objective.measures):
-        raise unknown_name_error("select_by", hp.select_by, ["loss", *objective.measures])
-    return objective
-
-
-def collect_stored_targets(data: PreparedSet) -> dict[str, NDArray[Any]]:
-    """Return the stored targets of "train" and "test", by side, if they are a single array.
-
-    Ragged targets are returned as a single row. Returns {} if user code or files hold the targets.
-    """
-    sides = ("train", "test") if isinstance(data, SampleArrays) else ()
-    stored = {side: getattr(data, f"{side}_targets") for side in sides}
-    one = {side: each.values[np.newaxis] if isinstance(each, Ragged) else each for side, each in stored.items()}
-    return {side: targets for side, targets in one.items() if isinstance(targets, np.ndarray)}
-
-
-def check_stored_targets(objective: Objective, data: PreparedSet, side: str, stored: NDArray[Any]) -> None:
-    """Raise UserError if the objective does not accept the ``stored`` targets of a side, "train" or "test".
-
-    The error names the split, and for ragged targets also the sample.
-    """
-    split = {"train": "training", "test": "test"}[side]
-    targets = getattr(data, f"{side}_targets")
-    try:
-        objective.check_targets(stored)
-    except UserError as error:
-        for row in range(len(targets.ends)) if isinstance(targets, Ragged) else ():
-            try:
-                objective.check_targets(np.asarray(targets[row])[np.newaxis])
-            except UserError as of_row:
-                raise UserError(f"{name_sample(data, split, row)}: {of_row}") from None
-        raise UserError(f"{split} targets: {error}") from None

@@ -10,11 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from flyte_ddp.catalog import IGNORED_TOKEN
-from flyte_ddp.datasets.sample_arrays import SampleArrays, name_sample
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.split import Split
-from flyte_ddp.objectives.language import Language
 from flyte_ddp.objectives.objective import Objective, convert_outputs
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.order.sampling import Indices
@@ -40,15 +37,14 @@ def try_evaluation(state: TrainingState) -> str:
     Raises:
         UserError: The model or the objective is unfit, or a loss and its sample are not finite.
     """
-    hp, test, data = state.hp, state.test, state.data
-    if ":" not in hp.model and ":" not in hp.objective:
+    plan, test, data = state.plan, state.test, state.data
+    if not plan.has_user_model_or_objective:
         return ""
     try:
         model = copy.deepcopy(state.kept_model())
     except Exception as error:  # a model with a lock or a file in it may be trained, too
-        return (
-            f"The trial evaluation before training was skipped, because model {hp.model!r} cannot be copied: {error!r}"
-        )
+        skipped = "The trial evaluation before training was skipped, because"
+        return f"{skipped} model {plan.model.name!r} cannot be copied: {error!r}"
     model.eval()
     with keep_random_state(), torch.no_grad():
         first = test.order.samples(slice(0, min(TRIED, len(test))))
@@ -63,39 +59,11 @@ def try_evaluation(state: TrainingState) -> str:
                     raise
                 except UNDEFINED:
                     pass
-        for file, row in (data.not_finite if isinstance(data, SampleArrays) else {}).items():
-            sample = np.array([row], np.int32)
-            if file.startswith("test_"):
-                try_samples(state, model, "test", sample)
-            elif np.isin(sample, state.validation.order.samples(slice(None))):
-                try_samples(state, model, "validation", sample)
-            elif hp.sampling == "shuffled":  # another sampling may skip the sample
-                try_samples(state, model, "training", sample, epoch=0)
+        for split_name, sample in data.list_not_finite(state.validation.order):
+            epoch = 0 if split_name == "training" else None
+            try_samples(state, model, split_name, np.array([sample]), epoch)
         inputs, targets, _ = test.load_batch(first)
-        return warn_of_wrong_shift(state.objective, inputs, targets)
-
-
-def warn_of_wrong_shift(objective: Objective, inputs: Leaves, targets: Leaves) -> str:
-    """Return a warning if a language model's targets are its inputs, or would be shifted twice, else ""."""
-    if not isinstance(objective, Language) or not isinstance(targets, Tensor):
-        return ""
-    counted = targets != IGNORED_TOKEN
-    followed = counted[:, :-1] & counted[:, 1:]
-    option = 'options={"objective": {"shift": true}}'
-    for leaf in name_leaves(inputs).values():
-        if isinstance(leaf, Tensor) and leaf.shape == targets.shape and followed.any():
-            copied = bool((leaf == targets)[counted].all())
-            if copied and not objective.shift:
-                return (
-                    "The targets equal the inputs at all positions: the model learns to copy. To learn the next "
-                    f"token, set {option}, or shift the targets."
-                )
-            if objective.shift and not copied and bool((leaf[:, 1:] == targets[:, :-1])[followed].all()):
-                return (
-                    f"The targets are already the next tokens, and {option} shifts them by another position: the model "
-                    "learns the token after the next. Remove shift."
-                )
-    return ""
+        return state.objective.describe_wrong_targets(inputs, targets)
 
 
 def try_samples(
@@ -118,7 +86,7 @@ def try_samples(
     columns = {name: column.double().cpu() for name, column in found.items()}
     if not bool(columns["loss"].isfinite().all()):
         refuse_non_finite(state, inputs, targets, samples, split_name)
-    if ":" in state.hp.objective:
+    if state.plan.objective.is_user_defined:
         refuse_table_of_losses(state.objective, outputs, targets)
     return columns
 
@@ -174,7 +142,7 @@ def refuse_non_finite(state: TrainingState, inputs: Leaves, targets: Leaves, sam
         split: "training", "validation" or "test".
     """
     named = [("input", name, leaf) for name, leaf in name_leaves(inputs).items()]
-    if ":" in state.hp.objective:  # for built-in objectives, NaN is an unknown target
+    if state.plan.objective.is_user_defined:  # for built-in objectives, NaN is an unknown target
         named += [("target", name, leaf) for name, leaf in name_leaves(targets).items()]
     for kind, name, leaf in named:
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.shape[:1] == (len(samples),):
@@ -184,7 +152,7 @@ def refuse_non_finite(state: TrainingState, inputs: Leaves, targets: Leaves, sam
                 at = f" (column {place[0]})" if len(place) == 1 else f" (at {place})" if place else ""
                 raise UserError(
                     f"the loss is not finite, because the {kind} {f'{name!r} ' if name else ''}of "
-                    f"{name_sample(state.data, split, samples[row])}{at} is not finite; correct missing values in "
+                    f"{state.data.name_sample(split, samples[row])}{at} is not finite; correct missing values in "
                     "the data set"
                 )
 

@@ -18,7 +18,7 @@ ARITHMETIC = ("torch", "torchvision", "numpy", "pillow", "torchcodec", "simplejp
 
 # The code that decides results. tests/test_code_digest.py lists all other imports, and why they decide nothing.
 DECIDING = (
-    *("order", "parallel", "loading", "models", "objectives", "training", "datasets"),
+    *("order", "parallel", "loading", "models", "objectives", "training", "plans", "datasets"),
     *("shards/dataset.py", "shards/decoding.py", "shards/index.py", "shards/tar.py"),
     *("samples", "catalog.py", "machine/resources.py", "machine/device_copy.py", "hardware.py"),
     "torchvision_weights.json",

@@ -222,7 +222,7 @@ def test_an_own_function_with_other_parameters_is_refused_before_it_is_called(pr
     weights = torch.nn.Linear(1, 1)
     for setting, given, refuse in (
         ("dataset", "data_source", lambda spec: CustomSet(spec).load("", project, Progress("off"))),
-        ("optimizer", "model, hp", lambda spec: make_own_optimizers(weights, Hyperparameters(optimizer=spec))),
+        ("optimizer", "model, hp", lambda spec: make_own_optimizers(weights, spec, Hyperparameters())),
         ("schedule", "step, total_steps", lambda spec: make_schedule(spec, 0, 10)),
     ):
         for name, said in ("bare", "too many positional arguments"), ("three", "missing a required argument: '"):

@@ -10,16 +10,16 @@ import numpy as np
 import objective_tasks as tasks
 import pytest
 import torch
+from states import make_state
 from torch import Tensor, nn
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import open_prepared
-from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.order import sampling
 from flyte_ddp.parallel.distributed import rank
+from flyte_ddp.plans.resolve import detect_hardware
 from flyte_ddp.training.evaluate import gather_columns, measure_split
 from flyte_ddp.training.train import apply_gradients, compute_gradients
-from flyte_ddp.training.training_state import TrainingState
 
 STEPS = 7  # more than an epoch of batches of 8
 BASE = Hyperparameters(
@@ -41,7 +41,7 @@ def step_in_ranks(folder: Path, cases: Iterable[tuple[str, str, Hyperparameters]
     for name, data, case in cases:
         hp = replace(case, strategy="shared_memory")
         hardware = replace(detect_hardware(replace(BASE, num_ranks=ranks, strategy=hp.strategy)), threads=1)
-        state = TrainingState(hp, hardware, open_prepared(folder / data), None)
+        state = make_state(hp, hardware, open_prepared(folder / data))
         losses, states = [], []
         for batch in itertools.islice(batches(hp), STEPS):
             sums = compute_gradients(state, batch)

@@ -21,13 +21,14 @@ from training_runs import Train, notes, train_in
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.errors import RankError, UserError
-from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.loading.opening import open_splits
 from flyte_ddp.loading.split import Splits
+from flyte_ddp.plans.opened_data import OpenedData
+from flyte_ddp.plans.resolve import detect_hardware, resolve
 from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.release.evaluation import evaluate_split
 from flyte_ddp.shards.scanning import create_index
-from flyte_ddp.training.training_state import open_objective
+from flyte_ddp.training.objective_setup import build_objective
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("user_models")]
 
@@ -118,7 +119,9 @@ def test_draws_of_own_decoding_and_augmentation_do_not_depend_on_processes(photo
 def test_labels_out_of_json(photos: Path, tmp_path: Path) -> None:
     hp = replace(BASE, dataset=f"shards:{photos}/train.json", sample="own_loading:members", objective="multilabel")
     splits = open_all(hp, tmp_path)
-    objective = open_objective(open_prepared(tmp_path / "data"), hp, splits.training.order, splits.targets)
+    objective = build_objective(
+        resolve(hp), OpenedData(hp, open_prepared(tmp_path / "data")), splits.training.order, splits.targets
+    )
     assert (objective.facts.target_shape, objective.facts.classes) == ((2,), (*LABELS,))
     found = splits.test.load_batch(splits.test.order.samples(slice(0, 8)))
     expected = [json.loads(sample[".json"])["labels"] for sample in contents(photos / "train.json")]

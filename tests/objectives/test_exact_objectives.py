@@ -14,6 +14,7 @@ import pytest
 import torch
 from exact_steps import BASE, Steps, check_steps, step_in_ranks, step_plainly
 from ranks import run_ranks
+from states import make_state
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -21,17 +22,16 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import open_arrays, open_prepared
 from flyte_ddp.datasets.on_demand_set import OnDemandSet
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
-from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.loading import workers
 from flyte_ddp.models import zoo
 from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.order.augmentation import choose_partners, draw_shares
 from flyte_ddp.order.sampling import Indices
 from flyte_ddp.parallel.distributed import rank
+from flyte_ddp.plans.resolve import detect_hardware
 from flyte_ddp.training import parts as loaded_parts
 from flyte_ddp.training.evaluate import gather_columns, measure_split
 from flyte_ddp.training.train import compute_gradients
-from flyte_ddp.training.training_state import TrainingState
 
 pytestmark = pytest.mark.slow
 
@@ -307,9 +307,7 @@ def list_cases() -> dict[str, Case]:
 
 def evaluate_recall(folder: Path) -> float:
     """Return the recall of the model's first weights over the whole test split, in batches of 5."""
-    state = TrainingState(
-        PAIRS, replace(detect_hardware(PAIRS), threads=1), open_prepared(folder / "pair_tasks.pairs"), None
-    )
+    state = make_state(PAIRS, replace(detect_hardware(PAIRS), threads=1), open_prepared(folder / "pair_tasks.pairs"))
     with state.evaluation_mode():
         columns = gather_columns(state.predict, state.test, 5, state.objective)
         return measure_split(state.objective, columns).measures["recall_at_1"]
@@ -372,7 +370,7 @@ def test_a_step_exchanges_one_number_for_weights_and_none_without(
     """pytorch/torchtitan#2850, #4099: counting the targets of a step costs exchanges, or waits for the device."""
     case = list_cases()[name]
     hp = replace(case.hp, num_ranks=1, accumulation_steps=3, batch_size=9)
-    state = TrainingState(hp, detect_hardware(hp), open_prepared(folder / case.folder), None)
+    state = make_state(hp, detect_hardware(hp), open_prepared(folder / case.folder))
     exchanged: list[Tensor] = []
     monkeypatch.setattr(loaded_parts, "sum_over_ranks", lambda number: exchanged.append(number) or number)
     compute_gradients(state, np.arange(9))

@@ -15,7 +15,7 @@ from flyte_ddp import catalog
 from flyte_ddp.errors import UserError
 from flyte_ddp.objectives import Classification, Facts, make_objective
 from flyte_ddp.objectives.objective import Columns
-from flyte_ddp.objectives.threshold import fit_objective, fit_threshold, with_threshold
+from flyte_ddp.objectives.threshold import fit_threshold
 from flyte_ddp.text.sections import Curve, Section, Table
 
 NAMES = "no", "yes"
@@ -120,7 +120,7 @@ def draw_columns(seed: int = 3, samples: int = 400) -> tuple[np.ndarray, np.ndar
 def test_measures_predictions_and_answers_are_those_of_the_threshold() -> None:
     truth, logits, scores = draw_columns()
     unfitted = make("f1")
-    objective = fit_objective(unfitted, make_columns(unfitted, logits, truth))
+    objective = unfitted.with_fitted_threshold(make_columns(unfitted, logits, truth))
     threshold = objective.facts.threshold
     assert unfitted.facts.threshold is None, "the objective itself is not changed"
     assert threshold == pytest.approx(fit_threshold("f1", truth, scores), rel=1e-12)
@@ -141,17 +141,17 @@ def test_measures_predictions_and_answers_are_those_of_the_threshold() -> None:
     assert answers["prediction"] == [NAMES[int(each)] for each in predicted]
     np.testing.assert_allclose(answers["score_yes"], scores, rtol=1e-5)
     np.testing.assert_allclose(answers["score"], np.where(predicted, scores, 1 - scores), rtol=1e-5)
-    assert with_threshold(objective, threshold) is objective
-    assert with_threshold(objective, None).answers(torch.from_numpy(logits)) == make().answers(torch.from_numpy(logits))
+    assert objective.with_threshold(threshold) is objective
+    assert objective.with_threshold(None).answers(torch.from_numpy(logits)) == make().answers(torch.from_numpy(logits))
 
 
 def test_a_validation_split_without_positives_is_refused() -> None:
     truth, logits, _ = draw_columns()
     with pytest.raises(UserError, match=r"threshold='f1'.*validation split, which has no sample of class 'yes'; raise"):
-        fit_objective(make("f1"), make_columns(make(), logits, truth & False))
+        make("f1").with_fitted_threshold(make_columns(make(), logits, truth & False))
     with pytest.raises(UserError, match="no sample of class 'yes'"):
-        fit_objective(make("recall=0.9"), {})
-    assert fit_objective(make("0.25"), {}).facts.threshold == 0.25, "a number is not fitted"
+        make("recall=0.9").with_fitted_threshold({})
+    assert make("0.25").with_fitted_threshold({}).facts.threshold == 0.25, "a number is not fitted"
 
 
 def own_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -191,7 +191,7 @@ def test_the_report_has_precision_and_recall_at_the_threshold() -> None:
         ("", "above 0.5 are predicted 'yes'. The hyperparameter threshold changes"),
     ):
         objective = make(rule)
-        objective = fit_objective(objective, make_columns(objective, logits, truth))
+        objective = objective.with_fitted_threshold(make_columns(objective, logits, truth))
         table = find(objective.sections(make_columns(objective, logits, truth)), "Threshold")
         assert isinstance(table, Table)
         assert words in table.text

@@ -17,6 +17,7 @@ import torch
 import unusual_models
 from plain_loop import arrays_in_fp64, plain_steps
 from ranks import run_ranks
+from states import make_state
 from torch import Tensor
 from torch.nn import functional
 from training_runs import Train
@@ -24,12 +25,12 @@ from training_runs import Train
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_arrays
 from flyte_ddp.errors import RankError, UserError
-from flyte_ddp.hardware import detect_hardware
-from flyte_ddp.models import zoo
+from flyte_ddp.models import state_dicts
 from flyte_ddp.models.artifacts import load_model
 from flyte_ddp.order import sampling
 from flyte_ddp.parallel.distributed import rank, world_size
 from flyte_ddp.parallel.training_pass import PASSES_WATCHED, THEN_EVERY, TrainingPass
+from flyte_ddp.plans.resolve import detect_hardware
 from flyte_ddp.run import Result
 from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.training.evaluate import Evaluation
@@ -55,7 +56,7 @@ def first_batches(order: sampling.Order) -> list[sampling.Indices]:
 
 
 def new_state(hp: Hyperparameters, data: Path) -> TrainingState:
-    return TrainingState(hp, detect_hardware(hp), open_arrays(data), None)
+    return make_state(hp, detect_hardware(hp), open_arrays(data))
 
 
 def evaluate_both(state: TrainingState) -> tuple[Evaluation, ...]:
@@ -279,10 +280,10 @@ def test_embeddings_that_go_by_the_samples_of_a_rank_are_refused_on_several(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     model = torch.nn.Sequential(torch.nn.Embedding(3, 2, **options))
-    zoo.check_model("mine", model)
-    monkeypatch.setattr(zoo, "world_size", lambda: 2)
+    state_dicts.check_model("mine", model)
+    monkeypatch.setattr(state_dicts, "world_size", lambda: 2)
     with pytest.raises(UserError, match="has layer 0 with max_norm or scale_grad_by_freq"):
-        zoo.check_model("mine", model)
+        state_dicts.check_model("mine", model)
 
 
 def test_no_checkpoint_holds_what_cannot_be_loaded(train: Train, tmp_path: Path) -> None:

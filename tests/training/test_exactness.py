@@ -13,19 +13,19 @@ import torch
 from cli import HELPERS
 from plain_loop import arrays_in_fp64
 from ranks import run_ranks
+from states import make_state
 from torch import Tensor, nn
 from torch.nn import functional
 from training_runs import Train, losses, weights
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_arrays
-from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.models import zoo
 from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.order import sampling
 from flyte_ddp.parallel.distributed import rank, world_size
+from flyte_ddp.plans.resolve import detect_hardware
 from flyte_ddp.training.train import apply_gradients, compute_gradients
-from flyte_ddp.training.training_state import TrainingState
 
 STEPS = 10
 STRATEGIES = ("shared_memory", "ddp", "hooks")
@@ -120,7 +120,7 @@ def train_in_ranks(folder: Path) -> None:
     for name, strategy in RUNS:
         case = CASES[name]
         hp = replace(case.hp, strategy=strategy, num_ranks=ranks)
-        state = TrainingState(hp, detect_hardware(hp), arrays, None)
+        state = make_state(hp, detect_hardware(hp), arrays)
         losses, states = [], []
         for batch in first_batches(hp, state.training.order.samples(slice(None))):
             losses.append(compute_gradients(state, batch).loss.item() / len(batch))

@@ -15,9 +15,11 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.errors import UserError
 from flyte_ddp.machine.resources import Request
+from flyte_ddp.plans.data_on_host import find_data_on_host, read_prepared_digest
+from flyte_ddp.plans.resolve import resolve
 from flyte_ddp.runs.work import Work
 from flyte_ddp.settings import Settings
-from flyte_ddp.training.job import TrainingJob, find_data_on_host, read_prepared_digest
+from flyte_ddp.training.plan import TrainingJob
 
 MODULE = """
 from pathlib import Path
@@ -53,7 +55,7 @@ def host_has(tmp_path: Path) -> HostHas:
         launcher = launcher or fetch(dataset, source, folder, progress="off")
         hp = Hyperparameters(dataset=dataset, data_source=source, num_ranks=1)
         settings = Settings(cache_folder=tmp_path / "cache")
-        job = TrainingJob(hp, data=Path("/nowhere"))
+        job = TrainingJob(resolve(hp), data=Path("/nowhere"))
         identity = replace(IDENTITY, data=read_prepared_digest(launcher))
         work = Work("", job, Request(1), tmp_path, identity, settings)
         found = find_data_on_host(work)

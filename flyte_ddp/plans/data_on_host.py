@@ -1,9 +1,10 @@
-"""The arguments of a training's Work, and the search for its prepared data on a host. Needs no torch."""
+"""The search for a training's prepared data on a host. Needs no torch."""
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.config import Hyperparameters
@@ -13,17 +14,7 @@ from flyte_ddp.datasets.prepared_folder import read_description
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import hold_lock
 from flyte_ddp.runs.work import Work
-
-INITIAL_WEIGHTS = "initial weights"  # key in Work.files
-
-
-@dataclass(frozen=True)
-class TrainingJob:
-    """The hyperparameters of a training, and the prepared data."""
-
-    hp: Hyperparameters
-    data: Path  # folder of the prepared data set
-    steps_divisor: int = 1  # training stops after 1 / steps_divisor of the steps; no hyperparameter: steps are the same
+from flyte_ddp.training.plan import TrainingJob
 
 
 def find_data_on_host(work: Work, fetch_into: Callable[[Path], object] | None = None) -> Work:
@@ -43,7 +34,7 @@ def find_data_on_host(work: Work, fetch_into: Callable[[Path], object] | None = 
     given: TrainingJob = work.arguments
     if read_prepared_digest(given.data) == work.identity.data:
         return work
-    hp = given.hp
+    hp = cast("Hyperparameters", given.plan.hyperparameters)
     # Named by content, not by source. Prepared data of encoded images refer to addresses, so the addresses count, too.
     name = work.identity.data
     if encoded_kind(hp.dataset):

@@ -1,0 +1,1 @@
+"""From hyperparameters to the plan of a training."""
