@@ -81,9 +81,9 @@ def write_start_record(state: TrainingState, recorder: Recorder, *, resumed_from
     recorder.progress.print_note(f"ranks: {ranks}, nodes: {hardware.num_nodes}")
     if skipped:
         recorder.add_warning(f"Started with random weights and not from init_from: {', '.join(skipped)}.")
-    if state.uncovered_files:
+    if uncovered := state.user_sources.list_uncovered(state.model):
         recorder.add_warning(
-            f"Your code uses {join_first(sorted(state.uncovered_files))}, which the cache key does not cover: changes "
+            f"Your code uses {join_first(sorted(uncovered))}, which the cache key does not cover: changes "
             "are not detected. Import the files by name at the top of a module, from a folder on Python's path."
         )
 
@@ -198,7 +198,9 @@ def make_sidecar(state: TrainingState, identity: Identity, history: list[float])
         "num_ranks": world_size(),
         "num_nodes": state.hardware.num_nodes,
         "threads_per_rank": state.hardware.threads,
-        **({"sources": state.own_sources} if state.own_sources else {}),  # by which load_model builds the model
+        **(
+            {"sources": state.user_sources.texts} if state.user_sources.texts else {}
+        ),
         **({"preprocessing": data.preprocessing} if data.preprocessing else {}),
     }
 

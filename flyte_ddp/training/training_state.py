@@ -1,7 +1,5 @@
 """The objects of training, set up equally on every rank: the model, its optimiser, and the splits of the data."""
 
-import os
-import random
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -21,25 +19,22 @@ from flyte_ddp.machine.clock import make_clock
 from flyte_ddp.machine.device_copy import copy_to_cpu
 from flyte_ddp.models.inputs import InputSpec, explain_model_errors, prepare_inputs
 from flyte_ddp.models.parts import freeze_parts, set_training_mode
-from flyte_ddp.models.state_dicts import check_model, check_state_dict
+from flyte_ddp.models.state_dicts import check_state_dict
 from flyte_ddp.objectives.objective import HIGHER
 from flyte_ddp.order.sampling import steps_per_epoch
-from flyte_ddp.parallel.batch_norm import synchronise_batch_norm
 from flyte_ddp.parallel.buffers import Buffers
-from flyte_ddp.parallel.distributed import rank, world_size
-from flyte_ddp.parallel.dropout import make_dropout_rank_independent
 from flyte_ddp.parallel.exchange import RankExchange
 from flyte_ddp.parallel.strategies import compile_model, create_gradient_sync
 from flyte_ddp.parallel.training_pass import TrainingPass
 from flyte_ddp.samples.leaves import Leaves, call_with_leaves
 from flyte_ddp.settings import Settings
+from flyte_ddp.training.building import UserSources, build_model, replace_layers, seed_generators
 from flyte_ddp.training.diagnosis import LossWatch
 from flyte_ddp.training.evaluate import Selection
 from flyte_ddp.training.objective_setup import build_objective, why_not_comparable
 from flyte_ddp.training.optimisation import MovingAverage, create_optimizers, make_schedule
 from flyte_ddp.training.optimizer_state import read_attributes
 from flyte_ddp.training.plan import TrainingPlan
-from flyte_ddp.user_code import source as user_source
 
 
 class TrainingState:
@@ -73,33 +68,27 @@ class TrainingState:
         self.inconsistent = False  # whether an update has failed halfway: then nothing is saved
         on_gpu = hardware.device_type == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        torch.manual_seed(loop.seed)
-        random.seed(loop.seed)  # a model may draw from any of the three when it is made
-        np.random.seed(loop.seed)  # noqa: NPY002
-        if loop.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # otherwise torch rejects matrix products
-            torch.use_deterministic_algorithms(True)
-        writes = rank() == 0  # only rank 0 writes the results, which hold the sources of user code
-        # Before user code runs, as in the digest.
-        own_files = user_source.list_user_files(*plan.user_code) if writes else set()
-        self.own_sources = user_source.read_user_sources(*plan.user_code, *data.user_code) if writes else {}
+        seed_generators(loop.seed, deterministic=loop.deterministic)
+        self.user_sources = UserSources(plan.user_code, data.user_code)  # before user code runs, as in the digest
         self._open_splits()
         self.objective = build_objective(plan, data, self.training.order, self.splits.targets)
         for source in self.splits.sources:
             if isinstance(source, WorkerSource):  # user code makes the targets
                 source.check_targets = self.objective.check_targets
         self.loss_exchange = RankExchange(why_not_comparable(loop.accumulation_steps, loop.mixup))
-        model = self._build_model(initial_weights)
         # The order matters from here on. The model must have its final type, device and layers before anything refers
-        # to its parameters. First the dropout and BatchNorm layers are replaced, because compile_model excludes some of
-        # the new layers. Then the strategy copies rank 0's weights to all ranks. Then the optimiser, the average and
+        # to its parameters. Then the strategy copies rank 0's weights to all ranks. Then the optimiser, the average and
         # the buffers refer to these weights.
         self.this_pass = TrainingPass(may_draw=plan.model.may_draw)
-        make_dropout_rank_independent(model, self.this_pass)
-        if loop.sync_batchnorm and world_size() > 1:
-            synchronise_batch_norm(model, self.this_pass, on_one_machine=hardware.strategy == "shared_memory")
+        self.dtype = torch.float64 if hardware.precision == "fp64" else torch.float32
+        self.memory_format = torch.channels_last if hardware.channels_last else torch.contiguous_format
+        model = build_model(plan, self.objective.outputs, self.spec, initial_weights)
+        self.frozen_modules = freeze_parts(model, loop.freeze)
+        if self.dtype == torch.float64:
+            model.double()  # a model in fp32 is not cast: it may have buffers of other types, also complex ones
+        self.model = model.to(self.device).to(memory_format=self.memory_format)
+        replace_layers(model, self.this_pass, hardware, sync_batchnorm=loop.sync_batchnorm)
         set_training_mode(model, self.frozen_modules)
-        self.model = model
         self.optimised_parameters = {parameter for parameter in model.parameters() if parameter.requires_grad}
         self.frozen = {name: each for name, each in model.named_parameters() if not each.requires_grad}
         self.clock = make_clock(self.device)
@@ -118,11 +107,6 @@ class TrainingState:
         higher = self.objective.measures.get(selection.select_by) == HIGHER
         self.selection = Selection(
             selection.keep, selection.early_stop_patience, selection.select_by, higher_is_better=higher
-        )
-        # Base classes, too: a layer's class may have been replaced by a library's subclass, as by torch's parametrize.
-        modules = {kind.__module__ for module in model.modules() for kind in type(module).__mro__}
-        self.uncovered_files = (
-            user_source.list_files_outside_digest(own_files, plan.user_code, modules) if writes else []
         )
 
     def _open_splits(self) -> None:
@@ -151,20 +135,6 @@ class TrainingState:
             )
         self.last_step = -(-self.total_steps // steps_divisor)
         self.last_epoch = -(-self.last_step // self.steps_per_epoch)
-
-    def _build_model(self, initial_weights: Path | None) -> nn.Module:
-        """Return the model with its first weights, on the device. Set dtype, memory format and ``frozen_modules``."""
-        source = self.plan.model
-        model = source.build(self.objective.outputs, self.spec)
-        check_model(source.name, model)
-        if initial_weights is not None:
-            source.load_initial_weights(model, initial_weights)
-        self.frozen_modules = freeze_parts(model, self.plan.loop.freeze)
-        self.dtype = torch.float64 if self.hardware.precision == "fp64" else torch.float32
-        if self.dtype == torch.float64:
-            model.double()  # a model in fp32 is not cast: it may have buffers of other types, also complex ones
-        self.memory_format = torch.channels_last if self.hardware.channels_last else torch.contiguous_format
-        return model.to(self.device).to(memory_format=self.memory_format)
 
     @contextmanager
     def exclude_snapshots(self) -> Iterator[None]:
