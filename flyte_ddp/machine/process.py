@@ -288,11 +288,11 @@ def list_children_of_this_thread() -> set[int]:
     The children of the main thread include adopted orphans. If Linux does not list the children of a thread, returns
     all children of this process.
     """
-    own = list_children(os.getpid(), ended=True)
+    children = list_children(os.getpid(), ended=True)
     with suppress(OSError):
         listed = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
-        return own & {int(pid) for pid in listed}
-    return own
+        return children & {int(pid) for pid in listed}
+    return children
 
 
 def list_processes() -> dict[int, tuple[int, bool]]:

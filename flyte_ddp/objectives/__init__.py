@@ -57,11 +57,11 @@ def make_objective(name: str, facts: Facts, options: Mapping[str, Any]) -> Objec
     """
     if ":" not in name and name not in BUILT_IN:
         raise unknown_name_error("objective", name, [*BUILT_IN, "package.module:callable"])
-    own: Any = load_callable(name) if ":" in name else BUILT_IN[name]
+    named: Any = load_callable(name) if ":" in name else BUILT_IN[name]
     what = f"objective {name!r}"
-    if isinstance(own, type):
-        require_options(what, own, options, facts)
-        objective = own(facts, **options)
+    if isinstance(named, type):
+        require_options(what, named, options, facts)
+        objective = named(facts, **options)
         if not isinstance(objective, Objective):
             raise UserError(f"objective={name!r}: must be a subclass of flyte_ddp.objectives.Objective")
         for measure, better in objective.measures.items():
@@ -72,7 +72,7 @@ def make_objective(name: str, facts: Facts, options: Mapping[str, Any]) -> Objec
                 )
         return objective
     base = Classification if facts.classes and not facts.target_shape else Objective
-    require_options(what, own, options, None, None)  # in place of outputs and targets
+    require_options(what, named, options, None, None)  # in place of outputs and targets
 
     class FunctionObjective(base):  # type: ignore[misc,valid-type]
         """The objective whose losses a user's function returns."""
@@ -81,7 +81,7 @@ def make_objective(name: str, facts: Facts, options: Mapping[str, Any]) -> Objec
         loss_unit = Objective.loss_unit
 
         def losses(self, outputs: Any, targets: Tensor) -> Tensor:
-            found: Tensor = own(outputs, targets, **options)
+            found: Tensor = named(outputs, targets, **options)
             return found
 
     return FunctionObjective(facts)

@@ -127,8 +127,8 @@ class Classification(Objective):
 
     def split_batch(self, outputs: Any, targets: Leaves, samples: int) -> Iterator[tuple[Any, Leaves, int]]:
         """Yield parts of few logits, unless a subclass overrides the methods that compute columns."""
-        own = overrides(self, Classification, "losses", "weights", "columns")
-        if own or not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+        customised = overrides(self, Classification, "losses", "weights", "columns")
+        if customised or not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
             yield outputs, targets, samples
             return
         start = 0
@@ -158,8 +158,10 @@ class Classification(Objective):
         return {name: found[name] for name in self.measures if name in found}
 
     def binary_labels(self, columns: Columns) -> BinaryLabels | None:
-        own = overrides(self, Classification, "columns") and overrides(self, Classification, "measure")
-        return None if own or "probability" not in columns or not self.is_binary else second_class_labels(columns)
+        customised = overrides(self, Classification, "columns") and overrides(self, Classification, "measure")
+        return (
+            None if customised or "probability" not in columns or not self.is_binary else second_class_labels(columns)
+        )
 
     def loss_of_best_constant(self, columns: Columns) -> float | None:
         """Return the loss of predicting each class by its weighted share of the samples: the entropy of the shares."""

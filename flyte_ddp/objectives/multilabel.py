@@ -74,8 +74,8 @@ class Multilabel(Objective):
         return {name: mean_of_defined([row[name] for row in rows]) for name in named}
 
     def binary_labels(self, columns: Columns) -> BinaryLabels | None:
-        own = overrides(self, Multilabel, "columns") and overrides(self, Multilabel, "measure")
-        return None if own else make_binary_labels(columns)
+        customised = overrides(self, Multilabel, "columns") and overrides(self, Multilabel, "measure")
+        return None if customised else make_binary_labels(columns)
 
     def loss_of_best_constant(self, columns: Columns) -> float | None:
         """Return the loss of predicting each label by its share of the known samples.

@@ -42,8 +42,8 @@ class Regression(Objective):
         super().__init__(facts)
         if loss not in LOSSES:
             raise unknown_name_error("loss", loss, [*LOSSES])
-        own = overrides(self, Regression, "losses")
-        self.loss, self.loss_unit = loss, Objective.loss_unit if own else UNITS[loss]
+        customised = overrides(self, Regression, "losses")
+        self.loss, self.loss_unit = loss, Objective.loss_unit if customised else UNITS[loss]
 
     @property
     def outputs(self) -> int:

@@ -96,7 +96,7 @@ class WholeShardSplits(ShardSplits):
             held_out = max(1, round(fraction * len(rest))) if fraction else 0
             shards[split], rest = mixed[:held_out], np.sort(mixed[held_out:])
         shards["training"] = rest
-        return {split: np.where(np.isin(every, own), self.counts, 0) for split, own in shards.items()}
+        return {split: np.where(np.isin(every, numbers), self.counts, 0) for split, numbers in shards.items()}
 
     def samples(self, shard: int, split: str) -> NDArray[np.int64]:
         return np.arange(self.sizes[split][shard])

@@ -114,11 +114,11 @@ def make_custom_order(order: ListedOrder, spec: str, choose_samples: Callable[[I
     Raises:
         UserError: The two calls return different samples, or something else than samples of the split.
     """
-    own = CustomOrder(order.listed, order.seed, spec=spec, choose_samples=choose_samples)
-    first, again = own.call_function(0), own.call_function(0)
+    custom = CustomOrder(order.listed, order.seed, spec=spec, choose_samples=choose_samples)
+    first, again = custom.call_function(0), custom.call_function(0)
     if not np.array_equal(first, again):
         raise UserError(
             f"sampling={spec!r}: returned different samples in a second call for epoch 0: must depend on samples, seed "
             "and epoch only; draw with np.random.default_rng([seed, epoch])"
         )
-    return replace(own, length=len(first))
+    return replace(custom, length=len(first))

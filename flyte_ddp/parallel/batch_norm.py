@@ -128,13 +128,13 @@ def make_forward(exchange: Exchange) -> Callable[[_BatchNorm, Tensor], Tensor]:
         Collective in training mode, where running statistics are updated. In evaluation mode, calls the forward of the
         layer's class.
         """
-        own = type(layer).forward
+        class_forward = type(layer).forward
         if not layer.training or not forward.over_ranks:  # type: ignore[attr-defined]
-            normalised: Tensor = own(layer, values)
+            normalised: Tensor = class_forward(layer, values)
             return normalised
-        if own not in KNOWN_FORWARDS:
+        if class_forward not in KNOWN_FORWARDS:
             with NormaliseOverRanks(len(values), exchange) as mode:
-                normalised = own(layer, values)
+                normalised = class_forward(layer, values)
             forward.over_ranks = mode.has_normalised  # type: ignore[attr-defined]
             return normalised
         layer._check_input_dim(values)  # type: ignore[no-untyped-call]
@@ -268,14 +268,14 @@ def compute_global_statistics(values: Tensor, gather: Gather, *, has_values: boo
     # ranks: Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983. Sums of plain squares would
     # lose digits.
     channels = values.shape[1]
-    own = torch.zeros(2 * channels + 1, dtype=torch.float64, device=values.device)
+    statistics = torch.zeros(2 * channels + 1, dtype=torch.float64, device=values.device)
     if has_values:
         count = values.numel() // channels
         precise = values.to(torch.promote_types(values.dtype, torch.float32))
         # torch's batch_norm uses this function, in two passes; var_mean takes four times as long on a CPU.
         mean, variance = torch.batch_norm_update_stats(precise, None, None, momentum=0.0)
-        own[:channels], own[channels:-1], own[-1] = mean, variance.double() * count, count
-    means, squares, counts = torch.split(gather(own), [channels, channels, 1], dim=1)
+        statistics[:channels], statistics[channels:-1], statistics[-1] = mean, variance.double() * count, count
+    means, squares, counts = torch.split(gather(statistics), [channels, channels, 1], dim=1)
     total = counts.sum()
     mean = (means * counts).sum(dim=0) / total
     variance = (squares + counts * (means - mean).square()).sum(dim=0) / total

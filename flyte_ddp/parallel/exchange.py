@@ -106,9 +106,9 @@ class GatheredRows(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, lengths: list[int], group: Any) -> Tensor:
         """Return the rows [N, ...]: the first ``lengths[rank]`` of each rank's values."""
         ctx.lengths, ctx.group, ctx.shape = lengths, group, values.shape
-        own = values.new_zeros(max(lengths), *values.shape[1:])
-        own[: lengths[rank()]] = values[: lengths[rank()]]
-        parts = gather_equal(own, group)
+        padded = values.new_zeros(max(lengths), *values.shape[1:])
+        padded[: lengths[rank()]] = values[: lengths[rank()]]
+        parts = gather_equal(padded, group)
         return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
 
     @staticmethod
@@ -121,9 +121,9 @@ class GatheredRows(torch.autograd.Function):
         total = gradients[0].clone(memory_format=torch.contiguous_format)
         with in_collective():
             dist.all_reduce(total, group=ctx.group)
-        own = total.new_zeros(ctx.shape)
-        own[: ctx.lengths[rank()]] = torch.split(total, ctx.lengths)[rank()]
-        return own, None, None
+        gradient = total.new_zeros(ctx.shape)
+        gradient[: ctx.lengths[rank()]] = torch.split(total, ctx.lengths)[rank()]
+        return gradient, None, None
 
 
 def gather_equal(values: Tensor, group: Any) -> list[Tensor]:

@@ -42,8 +42,8 @@ class RankBatches(Sampler[list[int]]):
         If the rank has no samples in a batch, yields a sample whose loss factor is 0.
         """
         for batch in self.order.batches(self.epoch, self.batch_size, self.first):
-            own = take_slice(batch, *self.place)
-            yield (own if len(own) else batch[:1]).tolist()  # DDP needs a backward pass on each rank
+            share = take_slice(batch, *self.place)
+            yield (share if len(share) else batch[:1]).tolist()  # DDP needs a backward pass on each rank
 
     def loss_factors(self) -> Iterator[float]:
         """Yield, for each global batch left in the epoch, the factor for the mean loss of this rank's samples.
@@ -55,8 +55,8 @@ class RankBatches(Sampler[list[int]]):
         rank, num_ranks = self.place
         for start in range(self.first * self.batch_size, len(self.order), self.batch_size):
             size = min(self.batch_size, len(self.order) - start)
-            own = slice_start(size, rank + 1, num_ranks) - slice_start(size, rank, num_ranks)
-            yield own * num_ranks / size
+            share = slice_start(size, rank + 1, num_ranks) - slice_start(size, rank, num_ranks)
+            yield share * num_ranks / size
 
 
 def batches(

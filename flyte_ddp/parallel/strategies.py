@@ -103,13 +103,13 @@ class SharedMemorySync(GradientSync):
 
         A parameter without a gradient on some ranks counts as 0 there.
         """
-        own = rank()
+        this_rank = rank()
         for number, parameters in enumerate(self.groups):
             bucket = self.buckets[self.memory.turn][number]
-            bucket.sums[: len(sums), own] = sums
+            bucket.sums[: len(sums), this_rank] = sums
             for index, (parameter, by_rank) in enumerate(zip(parameters, bucket.gradients, strict=True)):
-                bucket.has_gradient[own, index] = parameter.grad is not None
-                by_rank[own] = 0.0 if parameter.grad is None else parameter.grad
+                bucket.has_gradient[this_rank, index] = parameter.grad is not None
+                by_rank[this_rank] = 0.0 if parameter.grad is None else parameter.grad
             # Behind the barrier all ranks have written this half of the memory. Each barrier changes ``turn``: a fast
             # rank continues in the other half, and returns after the next barrier, when all ranks have read this half.
             self.memory.wait_at_barrier()

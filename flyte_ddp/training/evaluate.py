@@ -71,10 +71,10 @@ def gather_columns(
             del part, column  # before the next outputs are computed
     for key, copied in on_device:
         buffers[key] += copied.cpu().numpy().tobytes()
-    own = defaultdict[int, dict[str, NDArray[Any]]](dict)
+    by_start = defaultdict[int, dict[str, NDArray[Any]]](dict)
     for (start, samples, name, shape), buffer in buffers.items():
-        own[start][name] = np.frombuffer(buffer).reshape(samples, *shape)
-    parts = sorted(chain.from_iterable(gather_objects([*own.items()])), key=itemgetter(0))
+        by_start[start][name] = np.frombuffer(buffer).reshape(samples, *shape)
+    parts = sorted(chain.from_iterable(gather_objects([*by_start.items()])), key=itemgetter(0))
     starts = accumulate((len(columns["loss"]) for _, columns in parts), initial=0)
     if [*starts] != [*(start for start, _ in parts), len(split)]:
         raise RuntimeError(f"evaluation did not count each of {len(split)} samples exactly once")

@@ -112,13 +112,13 @@ def make_own_optimizers(model: nn.Module, spec: str, hyperparameters: Values) ->
                 "each parameter group, or a list of such optimisers"
             )
         refuse_required_closure(optimizer, spec)
-        own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         for name, parameter in model.named_parameters():
-            if parameter in known & own:
+            if parameter in known & parameters:
                 raise UserError(
                     f"optimizer={spec!r}: parameter {name} is in two optimisers; remove the parameter from one"
                 )
-        known |= own
+        known |= parameters
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter not in known:
             raise UserError(

@@ -198,9 +198,7 @@ def make_sidecar(state: TrainingState, identity: Identity, history: list[float])
         "num_ranks": world_size(),
         "num_nodes": state.hardware.num_nodes,
         "threads_per_rank": state.hardware.threads,
-        **(
-            {"sources": state.user_sources.texts} if state.user_sources.texts else {}
-        ),
+        **({"sources": state.user_sources.texts} if state.user_sources.texts else {}),
         **({"preprocessing": data.preprocessing} if data.preprocessing else {}),
     }
 

@@ -47,9 +47,9 @@ class LoadedPart(NamedTuple):
         if not self.shares:
             return prepare(self.inputs[0])
 
-        def mix(own: Tensor, partners: Tensor) -> Tensor:
-            mixed = torch.zeros_like(own)
-            for values, shares in zip((own, partners), self.shares, strict=True):
+        def mix(samples: Tensor, partners: Tensor) -> Tensor:
+            mixed = torch.zeros_like(samples)
+            for values, shares in zip((samples, partners), self.shares, strict=True):
                 mixed += values * shares.to(values.dtype).view(-1, *[1] * (values.dim() - 1))
             return mixed
 
@@ -73,8 +73,8 @@ def split_for_rank(
 
     def own_slice(samples: sampling.Indices, part: int) -> tuple[sampling.Indices, bool]:
         micro_batch = sampling.take_slice(samples, part, parts)
-        own = sampling.take_slice(micro_batch, rank(), world_size())
-        return (own, True) if len(own) else (micro_batch[:1], False)
+        rank_samples = sampling.take_slice(micro_batch, rank(), world_size())
+        return (rank_samples, True) if len(rank_samples) else (micro_batch[:1], False)
 
     if partners is None:
         return [RankSlice(*own_slice(batch, part)) for part in range(parts)]
@@ -99,8 +99,8 @@ def load_part(state: TrainingState, part: RankSlice) -> LoadedPart:
     if part.partners is None:
         return LoadedPart(len(part.samples), inputs, [], targets)
     drawn = draw_shares(part.samples, state.plan.loop.mixup, state.plan.loop.seed, part.step)
-    own = copy_to_device(torch.from_numpy(drawn), state.device)
-    shares = [own, 1 - own]
+    sample_shares = copy_to_device(torch.from_numpy(drawn), state.device)
+    shares = [sample_shares, 1 - sample_shares]
     weighted = [
         (values, share if weights is None else weights * share.view(-1, *[1] * (weights.dim() - 1)))
         for (values, weights), share in zip(targets, shares, strict=True)
@@ -126,9 +126,9 @@ def load_parts(
     with state.clock("loading"):
         loaded = [*loading]  # now, because the first backward pass needs the sum
     with state.clock("communication"):
-        own = torch.zeros((), dtype=torch.float64, device=state.device)
+        weight_sum = torch.zeros((), dtype=torch.float64, device=state.device)
         for part, each in zip(parts, loaded, strict=True):
             for _, weights in each.targets:
                 weight = each.samples if weights is None else weights.sum(dtype=torch.float64)
-                own = own + part.has_samples * weight
-        return iter(loaded), sum_over_ranks(own)
+                weight_sum = weight_sum + part.has_samples * weight
+        return iter(loaded), sum_over_ranks(weight_sum)

@@ -145,19 +145,19 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums
     divisor = total if isinstance(total, int) else total.where(total > 0, 1.0)  # a step without any weight has loss 0
     for part in parts:
         with state.clock("data"):
-            own = next(loaded)
-            inputs = own.prepare_inputs(state.prepare_inputs)
+            micro_batch = next(loaded)
+            inputs = micro_batch.prepare_inputs(state.prepare_inputs)
         with (
             state.clock("forward_backward"),
             state.sync.micro_batch(last=part is parts[-1]),  # gradients are averaged after the last backward pass only
             # A sample that must not count would change the running statistics of BatchNorm layers of this rank alone.
             nullcontext() if part.has_samples else restore_running_statistics(state.model),
         ):
-            outputs = compute_outputs(state, state.sync, inputs, own.targets[0][0], part)
+            outputs = compute_outputs(state, state.sync, inputs, micro_batch.targets[0][0], part)
             with state.loss_exchange.during_losses(has_samples=part.has_samples):
                 # Autocast or a user's model may return bf16, which is too coarse for a loss.
                 precise = convert_outputs(outputs, torch.float32)
-                sums = [state.objective.loss_sum(precise, *pair, own.samples) for pair in own.targets]
+                sums = [state.objective.loss_sum(precise, *pair, micro_batch.samples) for pair in micro_batch.targets]
                 loss = reduce(torch.add, sums)
             if not part.has_samples:
                 loss = 0.0 * loss  # the backward pass must still run, because other ranks wait in its exchanges

@@ -49,8 +49,8 @@ def try_evaluation(state: TrainingState) -> str:
     with keep_random_state(), torch.no_grad():
         first = test.order.samples(slice(0, min(TRIED, len(test))))
         columns = try_samples(state, model, "test", first)
-        own = not type(state.objective).measure.__module__.startswith("flyte_ddp.")
-        if rank() == 0 and own:
+        has_user_measures = not type(state.objective).measure.__module__.startswith("flyte_ddp.")
+        if rank() == 0 and has_user_measures:
             with hide_process_group(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 try:

@@ -84,8 +84,10 @@ def read_user_sources(*specs: str) -> dict[str, str]:
     Raises:
         UserError: A spec is malformed, or a module does not exist.
     """
-    own = [spec for spec in specs if split_spec(spec)[0].partition(".")[0] not in IDENTIFIED]
-    found = {name: content for spec in own for name, _, content, tree in find_user_sources(spec) if tree is not None}
+    stored_specs = [spec for spec in specs if split_spec(spec)[0].partition(".")[0] not in IDENTIFIED]
+    found = {
+        name: content for spec in stored_specs for name, _, content, tree in find_user_sources(spec) if tree is not None
+    }
     if sum(map(len, found.values())) > STORED_BYTES:
         return {}
     return {name: importlib.util.decode_source(content) for name, content in found.items()}
