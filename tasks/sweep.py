@@ -17,8 +17,7 @@ from flytekit.types.file import FlyteFile
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.platforms import is_in_pod
-from flyte_ddp.pods.retries import checkpoints_address, sync_checkpoints
-from flyte_ddp.pods.wandb_settings import read_run_settings, upload_unsent_wandb
+from flyte_ddp.pods.retries import checkpoints_address, pod_run
 from flyte_ddp.run import run_part
 from flyte_ddp.runs.run_folder import UNFINISHED
 from flyte_ddp.storage import join
@@ -67,16 +66,12 @@ def run_rung(trial: TrialResult, data: FlyteDirectory) -> TrialResult:
     In a pod, keeps checkpoints for the next rung.
     """
 
-    def train(run: str, folder: Path) -> None:
-        """Train the trial as the run named ``run`` in ``folder``, up to the end of the rung."""
-        with (
-            upload_unsent_wandb(PLATFORM, folder),
-            # A recorded result would make other executions ignore the checkpoints.
-            sync_checkpoints(PLATFORM, run, folder / UNFINISHED, defer=lambda _: None) as record_attempt_start,
-        ):
+    def train(folder: Path) -> None:
+        """Train the trial in ``folder``, up to the end of the rung."""
+        # A recorded result would make other executions ignore the checkpoints.
+        with pod_run(PLATFORM, folder, folder / UNFINISHED, defer=lambda _: None) as start_attempt:
             prepared = Path(data.download())
-            record_attempt_start()
-            run_part(trial.hp, prepared, folder, trial.steps_divisor, read_run_settings(PLATFORM, run))
+            run_part(trial.hp, prepared, folder, trial.steps_divisor, start_attempt())
 
     results = str(paths.resolve_folder("sweeps"))
     if is_in_pod():

@@ -49,8 +49,7 @@ def train_in_run_folder(
     the report and uploads checkpoints during training. ``launch`` starts the ranks (None: in this pod or machine).
     """
     from flyte_ddp.pods.live_page import publish_report_while_training
-    from flyte_ddp.pods.retries import sync_checkpoints
-    from flyte_ddp.pods.wandb_settings import read_run_settings, upload_unsent_wandb
+    from flyte_ddp.pods.retries import pod_run
     from flyte_ddp.run import read_result, run_training
     from flyte_ddp.runs.run_folder import UNFINISHED, is_finished
 
@@ -59,14 +58,12 @@ def train_in_run_folder(
     if is_finished(folder) and not is_in_pod() and not PLATFORM.is_retraining_requested():
         print(f"{shorten_path(folder)} is already finished; --overwrite-cache trains again", flush=True)
         return read_result(folder)
-    with (  # outside pods all three do nothing
+    with (
         publish_report_while_training(PLATFORM, folder),
-        upload_unsent_wandb(PLATFORM, folder),
-        sync_checkpoints(PLATFORM, folder.name, folder / UNFINISHED) as record_attempt_start,
+        pod_run(PLATFORM, folder, folder / UNFINISHED) as start_attempt,
     ):
         prepared = Path(data.download())
-        record_attempt_start()
-        return run_training(hp, prepared, folder, read_run_settings(PLATFORM, folder.name), launch=launch)
+        return run_training(hp, prepared, folder, start_attempt(), launch=launch)
 
 
 def training_outputs(result: "Result") -> TrainingOutputs:

@@ -16,8 +16,9 @@ from flyte_ddp.machine.process import postpone_signal, signal_handlers
 from flyte_ddp.pods import environment
 from flyte_ddp.pods.checkpoint_store import CheckpointStore
 from flyte_ddp.pods.platforms import Platform, execution_names, is_in_pod, storage_address
+from flyte_ddp.pods.wandb_settings import read_run_settings, upload_unsent_wandb
 from flyte_ddp.runs.checkpoint import FOLDER, SLOTS
-from flyte_ddp.settings import read_number, read_text
+from flyte_ddp.settings import Settings, read_number, read_text
 from flyte_ddp.storage import ForbiddenError
 
 POLL_SECONDS = 0.5  # between two checks for new checkpoints
@@ -58,23 +59,25 @@ def raise_retryable_errors(platform: Platform) -> Iterator[None]:
 
 
 @contextmanager
-def sync_checkpoints(
+def pod_run(
     platform: Platform,
-    run: str,
+    run_folder: Path,
     output_folder: Path,
     *,
     defer: Callable[[Callable[[], None]], object] = lambda record: record(),
-) -> Iterator[Callable[[], None]]:
-    """Download the run's newest checkpoint, and upload new checkpoints during the block.
+) -> Iterator[Callable[[], Settings]]:
+    """Set up what a run of ranks needs around it in a pod: checkpoints that outlive the pod, and wandb's files.
 
-    Does nothing outside pods. Yields a function that records the launch of the ranks. Call this function when the data
-    is available. The end of the block waits for the last upload, and records how the attempt ended. During the download
-    SIGTERM is deferred. Failed uploads are printed.
+    Downloads the run's newest checkpoint, and uploads new checkpoints during the block. Yields a function that returns
+    the run's settings, and records the launch of the ranks. Call this function when the data is available. The end of
+    the block waits for the last upload, records how the attempt ended, and uploads unsent wandb files. During the
+    download SIGTERM is deferred. Failed uploads are printed. Outside pods only yields the function, which records
+    nothing.
 
     Args:
         platform: The platform that executes this task.
-        run: Name of the run.
-        output_folder: Folder to which the run writes.
+        run_folder: The run's folder, which has the run's name.
+        output_folder: Folder to which the ranks write.
         defer: Called with a callback of :func:`record_result` after a block without an error. Must call back when the
             outputs are written. The default calls back at once.
 
@@ -82,8 +85,9 @@ def sync_checkpoints(
         UserError: Checkpoints cannot be listed or read, or this attempt would be futile.
         UnreachableError: The blob store has an outage, or other attempts replaced the checkpoints.
     """
+    run = run_folder.name
     if not is_in_pod():
-        yield lambda: None
+        yield lambda: read_run_settings(platform, run)
         return
     folder = output_folder / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
@@ -92,18 +96,20 @@ def sync_checkpoints(
         newest = store.download_newest_checkpoint(folder / SLOTS[0])
     uploader = CheckpointUploader(store, folder)
 
-    def record_attempt_start() -> None:
-        """Write a note that the ranks start. If the blob store forbids writing, print the reason."""
+    def start_attempt() -> Settings:
+        """Return the settings, and write a note that the ranks start, or print that the blob store forbids it."""
+        settings = read_run_settings(platform, run)
         try:
             store.record_attempt_start(newest.step if newest else 0)
         except ForbiddenError as error:
             lost = "without checkpoints there, a lost pod loses all its progress"
             print(f"{store.folder}: {error}; {lost}", flush=True)
+        return settings
 
     thread = start_thread_in_context("uploader", uploader.upload_until_stopped)
     failure: BaseException | None = None
     try:
-        yield record_attempt_start
+        yield start_attempt
     except BaseException as error:
         failure = error
         raise
@@ -116,6 +122,7 @@ def sync_checkpoints(
         else:
             with suppress(Exception):
                 store.record_attempt_end(failure)
+        upload_unsent_wandb(platform, run_folder)
 
 
 def record_result(store: CheckpointStore) -> None:

@@ -2,8 +2,6 @@
 
 import os
 import posixpath
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,21 +37,14 @@ def unsent_address(platform: Platform) -> str:
     return posixpath.join(storage_address(platform.output_address()), "wandb")
 
 
-@contextmanager
-def upload_unsent_wandb(platform: Platform, run_folder: Path) -> Iterator[None]:
-    """After the block, or an exception in the block, upload a pod's unsent wandb folder to the task's outputs.
-
-    Prints failures. Does nothing outside pods.
-    """
-    try:
-        yield
-    finally:
-        for folder in (run_folder / UNFINISHED / "wandb", run_folder / "wandb") if is_in_pod() else ():
-            try:
-                name = (folder / "unsent").read_text()  # written by flyte_ddp.tracking.wandb_run.WandbProcess
-                for path in list_files(folder / name):
-                    storage.write_file(posixpath.join(unsent_address(platform), path.relative_to(folder)), path)
-            except FileNotFoundError:
-                continue
-            except Exception as error:
-                print(f"wandb's folder {folder} could not be uploaded: {error}", flush=True)
+def upload_unsent_wandb(platform: Platform, run_folder: Path) -> None:
+    """Upload the unsent wandb folder of a pod's run to the task's outputs. Prints failures."""
+    for folder in (run_folder / UNFINISHED / "wandb", run_folder / "wandb"):
+        try:
+            name = (folder / "unsent").read_text()  # written by flyte_ddp.tracking.wandb_run.WandbProcess
+            for path in list_files(folder / name):
+                storage.write_file(posixpath.join(unsent_address(platform), path.relative_to(folder)), path)
+        except FileNotFoundError:
+            continue
+        except Exception as error:
+            print(f"wandb's folder {folder} could not be uploaded: {error}", flush=True)

@@ -34,7 +34,7 @@ def main(base: BinaryIO, sweep: BinaryIO, output: Path) -> None:
     while trials := plan_rung(searched, hp, version, done):
         for trial in trials:
 
-            def train(_: str, folder: Path, trial: TrialResult = trial) -> None:
+            def train(folder: Path, trial: TrialResult = trial) -> None:
                 run_part(trial.hp, data, folder, trial.steps_divisor)
 
             done.append(run_rung(trial, str(resolve_folder("sweeps")), train))

@@ -103,8 +103,8 @@ def pick_winner(done: Sequence[TrialResult]) -> TrialResult:
     return rank_trials([rung for rung in done if rung.steps_divisor == 1])[0]
 
 
-def run_rung(rung: TrialResult, results: str, train: Callable[[str, Path], object]) -> TrialResult:
-    """Train a trial up to the end of its rung by ``train(run, folder)``, and return the trial with results.
+def run_rung(rung: TrialResult, results: str, train: Callable[[Path], object]) -> TrialResult:
+    """Train a trial up to the end of its rung by ``train(folder)``, and return the trial with results.
 
     If the folder or address ``results`` has the trial's results, nothing is trained. Otherwise the results are printed,
     and stored there unless the trial failed. A trial fails by an error of the user or of the user's code, or when
@@ -153,10 +153,10 @@ def access_result(address: str, action: Callable[[str], Any]) -> Any:
         ) from None
 
 
-def reach_rung(rung: TrialResult, train: Callable[[str, Path], object]) -> dict[str, Any]:
+def reach_rung(rung: TrialResult, train: Callable[[Path], object]) -> dict[str, Any]:
     """Train a trial up to the end of its rung, and return the results by names of TrialResult's fields.
 
-    ``train(run, folder)`` must stop at the end of the rung. If the run has already passed the rung, trains once more
+    ``train(folder)`` must stop at the end of the rung. If the run has already passed the rung, trains once more
     under the name ``<run>-<steps_divisor>``. The value at the rung is needed, not a later value. Afterwards the folder
     of this second run is deleted. Raises UserError if the value is not finite.
     """
@@ -164,7 +164,7 @@ def reach_rung(rung: TrialResult, train: Callable[[str, Path], object]) -> dict[
     for name in (rung.run, again):
         folder = resolve_folder(name)
         if not is_finished(folder):
-            train(name, folder)
+            train(folder)
         found = read_rung(folder, rung.hp)
         if found["step"] <= -(-found["steps"] // rung.steps_divisor):
             break

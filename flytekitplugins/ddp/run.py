@@ -17,8 +17,7 @@ from flyte_ddp.machine.resources import Request
 from flyte_ddp.pods.live_page import publish_function_page
 from flyte_ddp.pods.paths import print_local_files, resolve_folder
 from flyte_ddp.pods.platforms import is_in_pod
-from flyte_ddp.pods.retries import open_checkpoint_store, sync_checkpoints
-from flyte_ddp.pods.wandb_settings import read_run_settings, upload_unsent_wandb
+from flyte_ddp.pods.retries import open_checkpoint_store, pod_run
 from flyte_ddp.runs.checkpoint import GO_ON, describe_going_on, newest_step
 from flyte_ddp.runs.run_folder import METRICS, REPORT
 from flyte_ddp.runs.work import Launch
@@ -93,11 +92,9 @@ def run_in_folder(call: Call, run: str, request: Request, launch: Launch | None)
     folder = resolve_folder(run)
     with (
         publish_function_page(PLATFORM, folder, run),
-        upload_unsent_wandb(PLATFORM, folder),
-        sync_checkpoints(PLATFORM, run, folder, defer=do_when_written) as record_attempt_start,
+        pod_run(PLATFORM, folder, folder, defer=do_when_written) as start_attempt,
     ):
-        settings = disable_wandb_without_key(read_run_settings(PLATFORM, run))
-        record_attempt_start()
+        settings = disable_wandb_without_key(start_attempt())
         print_saves_of_other_code(run, folder)
         with print_how_to_resume(folder):
             returned = run_call(call, request, folder, settings, launch)

@@ -124,9 +124,9 @@ def finish(folder: Path, value: float | None = 0.5) -> None:
 def test_a_stored_result_is_not_trained_again(tmp_path: Path) -> None:
     trial, calls = TrialResult(4, BASE, "data-model-1", 9), []
 
-    def train(run: str, folder: Path) -> None:
-        calls.append(run)
-        assert folder == tmp_path / "runs" / run
+    def train(folder: Path) -> None:
+        calls.append(folder)
+        assert folder == tmp_path / "runs" / trial.run
         finish(folder)
 
     first = run_rung(trial, str(tmp_path / "sweeps"), train)
@@ -143,7 +143,7 @@ def test_a_stored_result_is_not_trained_again(tmp_path: Path) -> None:
 def test_a_value_that_is_no_number_is_a_failure(tmp_path: Path) -> None:
     hp = replace(BASE, select_by="accuracy")
     trial = replace(rung(0, None), hp=hp)
-    found = run_rung(trial, str(tmp_path / "sweeps"), lambda _, folder: finish(folder, None))
+    found = run_rung(trial, str(tmp_path / "sweeps"), lambda folder: finish(folder, None))
     assert (found.value, found.failed) == (None, "accuracy is not a finite number on the validation split")
 
 
@@ -185,7 +185,7 @@ def test_a_failure_of_the_machine_is_raised(tmp_path: Path, error: BaseException
 
 def test_a_result_is_printed_as_a_runs_evaluation_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trial = TrialResult(0, replace(BASE, select_by="accuracy"), "run", 1)
-    run_rung(trial, str(tmp_path / "sweeps"), lambda _, folder: finish(folder, 0.26))
+    run_rung(trial, str(tmp_path / "sweeps"), lambda folder: finish(folder, 0.26))
     assert capsys.readouterr().out == "trial 0, all of its steps: validation accuracy 26.00 %\n"
 
 
@@ -196,7 +196,7 @@ def test_trials_are_trained_and_one_fails(digits: Path, tmp_path: Path) -> None:
     good, short = TrialResult(0, hp, "good", 9), TrialResult(1, replace(hp, max_steps=8), "short", 9)
 
     def run(trial: TrialResult, steps_divisor: int) -> TrialResult:
-        def train(_: str, folder: Path) -> None:
+        def train(folder: Path) -> None:
             run_part(trial.hp, digits, folder, steps_divisor, QUIET, threads=1)
 
         return run_rung(replace(trial, steps_divisor=steps_divisor), str(tmp_path / "sweeps"), train)
@@ -218,12 +218,12 @@ def test_a_rungs_value_does_not_depend_on_what_was_trained_before(digits: Path, 
     hp = replace(BASE, epochs=1)  # 27 steps
     trained = []
 
-    def train(steps_divisor: int, name: str, folder: Path) -> None:
-        trained.append(name)
+    def train(steps_divisor: int, folder: Path) -> None:
+        trained.append(folder.name)
         run_part(hp, digits, folder, steps_divisor, QUIET, threads=1)
 
     alone = run_rung(TrialResult(0, hp, "alone", 9), str(tmp_path / "alone"), partial(train, 9))
-    train(before, "run", tmp_path / "runs/run")
+    train(before, tmp_path / "runs/run")
     trained.clear()
     found = run_rung(TrialResult(0, hp, "run", 9), str(tmp_path / "sweeps"), partial(train, 9))
     assert (found.step, found.value, found.curve) == (3, alone.value, alone.curve)
@@ -240,4 +240,4 @@ def test_a_trial_that_another_process_trains_has_not_failed(digits: Path, tmp_pa
         hold_run_folder(tmp_path / "runs/run"),
         pytest.raises(BusyError, match=r"another run is writing into it"),
     ):
-        run_rung(rung(0, None), str(tmp_path / "sweeps"), lambda _, folder: run_part(BASE, digits, folder, 9, QUIET))
+        run_rung(rung(0, None), str(tmp_path / "sweeps"), lambda folder: run_part(BASE, digits, folder, 9, QUIET))

@@ -62,9 +62,9 @@ class TestInAPod:
     def attempt(folder: Path, work: Callable[[Path], object]) -> None:
         with (
             translate_errors_for_flyte(),
-            retries.sync_checkpoints(PLATFORM, "run", folder / "run" / UNFINISHED) as record_attempt_start,
+            retries.pod_run(PLATFORM, folder / "run", folder / "run" / UNFINISHED) as start_attempt,
         ):
-            record_attempt_start()
+            start_attempt()
             work(folder / "run" / UNFINISHED / FOLDER)
 
     @staticmethod
@@ -106,12 +106,12 @@ class TestInAPod:
     def test_a_result_counts_when_its_outputs_are_written(self, project: Path, tmp_path: Path) -> None:
         """Another attempt goes on from the last save if they could not be."""
         waiting: list[Callable[[], None]] = []
-        sync = partial(retries.sync_checkpoints, PLATFORM, "run", defer=waiting.append)
-        with sync(tmp_path / "0") as start:
-            start()
+        attempt = partial(retries.pod_run, PLATFORM, tmp_path / "run", defer=waiting.append)
+        with attempt(tmp_path / "0") as start_attempt:
+            start_attempt()
             write(tmp_path / "0" / FOLDER / SLOTS[0], 4)
         assert (names(project / "run"), names(project / "run", DONE)) == (["one 0 4"], [])
-        with sync(tmp_path / "1"):
+        with attempt(tmp_path / "1"):
             assert self.newest_step(tmp_path / "1" / FOLDER) == 4
         waiting[-1]()
         assert names(project / "run", DONE) == ["one 0 0"]
