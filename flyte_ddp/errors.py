@@ -59,17 +59,17 @@ class RankError(click.ClickException, RuntimeError):
         longer.step, longer.noticed = self.step, self.noticed
         return longer
 
-    def format_message(self) -> str:
+    def format_message(self, what: str = "run") -> str:
         """Return the lines of click's panel.
 
-        The lines are the message, the file with the details, and the step from which a retry resumes.
+        The lines are the message, the file with the details, and the step from which the same ``what`` resumes.
         """
         message = self.message if len(self.message) <= LONGEST_MESSAGE else f"{self.message[:LONGEST_MESSAGE]} ..."
         lines = [message]
         if self.file is not None:
             lines.append(f"the full error is in {shorten_path(self.file)}")
         if self.recoverable:
-            lines.append(describe_resumption(self.step))
+            lines.append(describe_resumption(self.step, what))
         return "\n".join(lines)
 
 
@@ -88,8 +88,14 @@ class StoppedError(click.ClickException, RuntimeError):
     """
 
     def __init__(self, signal: str, step: int | None = 0) -> None:
-        super().__init__(f"stopped by {signal}; {describe_resumption(step)}")
+        super().__init__(f"stopped by {signal}")
         self.signal, self.step = signal, step
+
+    def __str__(self) -> str:
+        return self.format_message()
+
+    def format_message(self, what: str = "run") -> str:
+        return f"{self.message}; {describe_resumption(self.step, what)}"
 
     def __reduce__(self) -> tuple[type[StoppedError], tuple[str, int | None]]:
         return type(self), (self.signal, self.step)
@@ -121,16 +127,16 @@ class PeerGoneError(CollectiveError):
     """A collective operation failed because another rank has exited."""
 
 
-def describe_resumption(step: int | None) -> str:
+def describe_resumption(step: int | None, what: str = "run") -> str:
     """Return a sentence that names the step from which a new start resumes.
 
-    ``step`` is 0 without a checkpoint, and None if the step is unknown.
+    ``step`` is 0 without a checkpoint, and None if the step is unknown. ``what`` is the word for what starts again.
     """
     if step is None:
-        return "the same run will go on from its last checkpoint"
+        return f"the same {what} will go on from its last checkpoint"
     if step == 0:
-        return "the same run will restart from scratch, as no checkpoint exists yet"
-    return f"the same run will go on after step {step:,}, which is saved"
+        return f"the same {what} will restart from scratch, as no checkpoint exists yet"
+    return f"the same {what} will go on after step {step:,}, which is saved"
 
 
 def print_to_stderr(text: str) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import math
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,20 +9,12 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.prepared import check_prepared_set
 from flyte_ddp.files import SIDECAR, WEIGHTS
 from flyte_ddp.launch.default import choose_launcher
-from flyte_ddp.models import initial_weights
+from flyte_ddp.models.initial_weights import fetch_weights
 from flyte_ddp.plans.resolve import request_ranks, resolve
 from flyte_ddp.progress import Progress
 from flyte_ddp.runs.identity import checkpoint_identity
-from flyte_ddp.runs.run_folder import (
-    METRICS,
-    REPORT,
-    RUNG,
-    hold_run_folder,
-    prepare_unfinished,
-    publish_if_complete,
-    remove_outputs,
-    rewind_run,
-)
+from flyte_ddp.runs.procedure import open_run
+from flyte_ddp.runs.run_folder import METRICS, OUTPUTS, REPORT, RUNG, UNFINISHED
 from flyte_ddp.runs.work import Launch, Work
 from flyte_ddp.settings import Settings, read_settings
 
@@ -65,8 +56,8 @@ def run_training(
     At the end waits up to 60 s for the copy of ``results/`` to ``settings.results_copy``, and up to
     ``settings.wandb_timeout`` seconds for wandb. After SIGTERM the limits are 3 s and 5 s.
 
-    After an error, checkpoints and metrics stay in ``unfinished``, and no new result exists. Only a Ctrl-C during the
-    final move of the files can leave a new result.
+    After an error, checkpoints and metrics stay in ``unfinished``, and no new result exists. Only a Ctrl-C after the
+    report is written can leave a new result.
 
     Args:
         hp: The hyperparameters.
@@ -113,51 +104,31 @@ def run_part(
 
     settings = settings or read_settings()
     request = replace(request_ranks(hp), threads=threads)
-    launch = launch or choose_launcher(request)
+    launch, unfinished = launch or choose_launcher(request), run_folder / UNFINISHED
     progress = Progress(settings.progress)
     for warning in check_prepared_set(data, hp):
         progress.print_note(warning)
-    with hold_run_folder(run_folder):
-        unfinished = prepare_unfinished(run_folder)
-        identity = checkpoint_identity(hp, data)
-        try:
-            with (
-                rewind_run(unfinished, identity, settings, run_folder.name) as checkpoint,
-                wandb_run.log_to_wandb(run_folder, settings, hp.to_dict()),
-            ):
-                init_from = hp.init_from if checkpoint is None else ""
-                try:
-                    with initial_weights.fetch_weights(
-                        init_from, hp.model, unfinished, progress, settings.weights_source
-                    ) as weights:
-                        launch(
-                            Work(
-                                function="flyte_ddp.training.train:train",
-                                arguments=TrainingJob(resolve(hp), data, steps_divisor),
-                                request=request,
-                                output_folder=unfinished,
-                                identity=identity,
-                                settings=settings,
-                                checkpoint=checkpoint,
-                                files={INITIAL_WEIGHTS: weights} if weights else {},
-                                own_code=hp.own_code(),
-                                on_host="flyte_ddp.plans.data_on_host:find_data_on_host",
-                            )
-                        )
-                    if not (unfinished / RUNG).exists():
-                        # Written last, because the report marks the run as complete.
-                        write_html(unfinished / REPORT, report.render_report(unfinished, run_folder.name))
-                except BaseException:
-                    with suppress(OSError):  # so that the first error is raised
-                        remove_outputs(unfinished)  # also partly written files of killed ranks
-                    raise
-        finally:  # also after Ctrl-C during the wait for wandb or the copy of the results
-            try:
-                publish_if_complete(run_folder)
-            except BaseException:
-                publish_if_complete(run_folder)  # completes a move that a Ctrl-C has interrupted
-                raise
-        return None if (unfinished / RUNG).exists() else read_result(run_folder)
+    work = Work(
+        function="flyte_ddp.training.train:train",
+        arguments=TrainingJob(resolve(hp), data, steps_divisor),
+        request=request,
+        output_folder=unfinished,
+        identity=checkpoint_identity(hp, data),
+        settings=settings,
+        own_code=hp.own_code(),
+        on_host="flyte_ddp.plans.data_on_host:find_data_on_host",
+    )
+    with (
+        open_run(work, run_folder, (RUNG, *OUTPUTS)) as work,
+        wandb_run.log_to_wandb(run_folder, settings, hp.to_dict()),
+    ):
+        init_from = hp.init_from if work.checkpoint is None else ""
+        with fetch_weights(init_from, hp.model, unfinished, progress, settings.weights_source) as weights:
+            launch(replace(work, files={INITIAL_WEIGHTS: weights} if weights else {}))
+        is_complete = not (unfinished / RUNG).exists()
+        if is_complete:  # written last, because the report marks the run as complete
+            write_html(unfinished / REPORT, report.render_report(unfinished, run_folder.name))
+    return read_result(run_folder) if is_complete else None
 
 
 def read_result(folder: Path) -> Result:

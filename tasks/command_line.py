@@ -133,10 +133,11 @@ def show_errors_in_panels(context: click.Context) -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, RankError, StoppedError) as error:
-        again = "stopped by Ctrl-C; the same run will resume from its last checkpoint, if any"
-        text = str(error) or again if isinstance(error, KeyboardInterrupt) else error.format_message()
-        # The user knows the run by the command.
-        raise click.ClickException(text.replace("the same run ", "the same command ")) from None
+        reason = error.args[0] if isinstance(error, KeyboardInterrupt) and error.args else error
+        text = "stopped by Ctrl-C; the same command will resume from its last checkpoint, if any"
+        if isinstance(reason, (RankError, StoppedError)):
+            text = reason.format_message("command")  # by which the user knows the run
+        raise click.ClickException(text) from None
     except FlyteEntityNotFoundException as error:
         names = context.command.list_commands(context)  # type: ignore[attr-defined]
         raise UserError(f"{error}; choose one of {', '.join(names)}") from None

@@ -12,20 +12,14 @@ from typing import Any
 import cloudpickle  # type: ignore[import-untyped]
 
 from flyte_ddp import results
-from flyte_ddp.errors import BusyError, RankError, StoppedError, UserError, print_to_stderr
+from flyte_ddp.errors import BusyError, RankError, UserError, print_to_stderr
 from flyte_ddp.launch.default import choose_launcher
 from flyte_ddp.loops.call import RETURNED, Call, pickle_call
 from flyte_ddp.machine.resources import Request
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint import Identity
-from flyte_ddp.runs.run_folder import (
-    METRICS,
-    REPORT,
-    TRACEBACK,
-    hold_run_folder,
-    remove_temporary_files,
-    rewind_run,
-)
+from flyte_ddp.runs.procedure import open_run
+from flyte_ddp.runs.run_folder import METRICS, REPORT, hold_run_folder
 from flyte_ddp.runs.work import Launch, Work
 from flyte_ddp.settings import Settings, read_settings
 from flyte_ddp.text.json_lines import read_records
@@ -85,16 +79,7 @@ def run_ranks(
         return value
     with tempfile.TemporaryDirectory(prefix="flyte-ddp-run-", ignore_cleanup_errors=True) as temporary:
         quiet = replace(settings, wandb_mode="disabled", results_copy="")
-        try:
-            return run_call(call, request, Path(temporary, "run"), quiet, launch, page=False)
-        except StoppedError as error:
-            raise StoppedError(error.signal, step=0) from None  # the checkpoint is deleted with the folder
-        except RankError as error:
-            error.step, error.file = 0, None
-            raise
-        except KeyboardInterrupt as error:
-            error.args = ()
-            raise
+        return run_call(call, request, Path(temporary, "run"), quiet, launch, is_temporary=True)
 
 
 def disable_wandb_without_key(settings: Settings) -> Settings:
@@ -103,11 +88,17 @@ def disable_wandb_without_key(settings: Settings) -> Settings:
 
 
 def run_call(
-    call: Call, request: Request, folder: Path, settings: Settings, launch: Launch | None = None, *, page: bool = True
+    call: Call,
+    request: Request,
+    folder: Path,
+    settings: Settings,
+    launch: Launch | None = None,
+    *,
+    is_temporary: bool = False,
 ) -> Any:
     """Run a call on the requested ranks in a locked folder, and return rank 0's return value.
 
-    Resumes from the folder's checkpoint. If ``page`` is True, writes report.html. The caller must remove the
+    Resumes from the folder's checkpoint. Unless the folder is temporary, writes report.html. The caller must remove the
     checkpoints by :func:`remove_saves`.
 
     Raises:
@@ -122,31 +113,25 @@ def run_call(
         raise UserError(
             f"{checkpoint.GO_ON}={folder.name}: {folder} has no save to resume from; unset {checkpoint.GO_ON}"
         )
-    with hold_run_folder(folder):
-        prepare_run_folder(folder)
-        identity = Identity({"the function": call.name, **call.shown}, user_code=call.code)
-        with (
-            rewind_run(folder, identity, settings, folder.name) as found,
-            wandb_run.log_to_wandb(folder, settings, call.shown, on_first_record=True),
-        ):
-            launch(
-                Work(
-                    function="flyte_ddp.loops.in_rank:run_function",
-                    arguments=call,
-                    request=request,
-                    output_folder=folder,
-                    identity=identity,
-                    settings=settings,
-                    checkpoint=found,
-                    own_code=call.own_code,
-                )
-            )
-            returned = (folder / RETURNED).read_bytes()
-            (folder / RETURNED).unlink()
-            value = cloudpickle.loads(returned)
-        if page:
+    work = Work(
+        function="flyte_ddp.loops.in_rank:run_function",
+        arguments=call,
+        request=request,
+        output_folder=folder,  # not unfinished/ in it, so that returned paths stay valid
+        identity=Identity({"the function": call.name, **call.shown}, user_code=call.code),
+        settings=settings,
+        own_code=call.own_code,
+    )
+    with (
+        open_run(work, folder, (REPORT, RETURNED), is_temporary=is_temporary) as work,
+        wandb_run.log_to_wandb(folder, settings, call.shown, on_first_record=True),
+    ):
+        launch(work)
+        returned = (folder / RETURNED).read_bytes()
+        (folder / RETURNED).unlink()
+        if not is_temporary:
             write_page(folder)
-        return value
+        return cloudpickle.loads(returned)
 
 
 @contextmanager
@@ -162,22 +147,6 @@ def print_how_to_resume(folder: Path) -> Iterator[None]:
         if is_mended_in_code and not isinstance(error, BusyError) and (step := checkpoint.newest_step(folder)):
             print_to_stderr(f"step {step:,} of {folder} is saved; {checkpoint.describe_going_on(folder)}")
         raise
-
-
-def prepare_run_folder(folder: Path) -> None:
-    """Create the run's folder, and delete an earlier run's page, traceback, return value and temporary files.
-
-    Raises:
-        UserError: ``results/`` in the folder belongs to no run.
-    """
-    if (folder / results.FOLDER).exists() and not (folder / METRICS).exists():
-        raise UserError(
-            f"run folder {folder}: its {results.FOLDER}/ belongs to no run; move it, or name another folder"
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in (REPORT, TRACEBACK, RETURNED):
-        (folder / name).unlink(missing_ok=True)
-    remove_temporary_files(folder)
 
 
 def remove_saves(folder: Path) -> None:

@@ -5,19 +5,17 @@ lock.
 """
 
 import shutil
+import signal
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from flyte_ddp import results
-from flyte_ddp.errors import BusyError, RankError, UserError, describe_resumption, print_to_stderr
+from flyte_ddp.errors import BusyError, RankError, StoppedError, UserError, print_to_stderr
 from flyte_ddp.files import SIDECAR, WEIGHTS, hold_lock, suggest_fix
-from flyte_ddp.progress import Progress
+from flyte_ddp.machine.process import postpone_signal
 from flyte_ddp.runs import checkpoint
-from flyte_ddp.runs.checkpoint import Checkpoint, Identity
-from flyte_ddp.runs.result_store import mirror_results
-from flyte_ddp.settings import Settings
 
 UNFINISHED = "unfinished"
 METRICS = "metrics.jsonl"
@@ -63,30 +61,14 @@ def unwritable_folder_error(folder: Path, error: OSError) -> UserError:
     )
 
 
-def prepare_unfinished(folder: Path) -> Path:
-    """Create the run folder with ``unfinished/``, and return the path of ``unfinished/``.
-
-    The caller must hold the lock of the run folder. A complete run is first moved to the run folder. Of an interrupted
-    run, metrics, checkpoints and results are kept, and other outputs and temporary files are deleted.
-    """
-    unfinished = folder / UNFINISHED
-    publish_if_complete(folder)
-    unfinished.mkdir(parents=True, exist_ok=True)
-    remove_outputs(unfinished)
-    for name in (TRACEBACK, RUNG):
-        (unfinished / name).unlink(missing_ok=True)
-    (unfinished / METRICS).open("ab").close()
-    return unfinished
-
-
-def remove_outputs(unfinished: Path) -> None:
-    """Remove a run's outputs and temporary files from ``unfinished/``.
+def remove_outputs(folder: Path, names: Sequence[str]) -> None:
+    """Remove the named files and temporary files from a run's output folder, the last name first.
 
     Keeps the metrics, which show why a run failed.
     """
-    for name in reversed(OUTPUTS):  # the report first, because it marks a complete run
-        (unfinished / name).unlink(missing_ok=True)
-    remove_temporary_files(unfinished)
+    for name in reversed(names):
+        (folder / name).unlink(missing_ok=True)
+    remove_temporary_files(folder)
 
 
 def remove_temporary_files(folder: Path, keep: str = "") -> None:
@@ -100,36 +82,15 @@ def remove_temporary_files(folder: Path, keep: str = "") -> None:
             path.unlink(missing_ok=True)
 
 
-@contextmanager
-def rewind_run(folder: Path, identity: Identity, settings: Settings, name: str) -> Iterator[Checkpoint | None]:
-    """Set a run's folder back to its newest checkpoint, and yield the checkpoint (or None).
-
-    Prints the checkpoint's step, unless progress is off. Without a checkpoint, empties metrics.jsonl and removes
-    ``results/``. During the block copies results to ``settings.results_copy`` under ``name``. The end of the block
-    waits up to 60 s for the copy. A RankError of the block gets the newest checkpoint's step, and a file with its
-    traceback. A KeyboardInterrupt gets a text about how to resume.
-
-    Raises:
-        UserError: No existing checkpoint is readable, or the newest checkpoint is of another run.
-        UserError: ``settings.results_copy`` contains the folder, or cannot be written to.
-    """
-    found = checkpoint.rewind_to_newest_checkpoint(folder, identity)
-    if found is not None:
-        Progress(settings.progress).print_note(found.describe_resumption())
-    try:
-        with mirror_results(folder, settings.results_copy, name, resuming=found is not None):
-            yield found
-    except BaseException as error:
-        write_failure_details(error, folder)
-        raise
-
-
+@postpone_signal(signal.SIGINT)
+@postpone_signal(signal.SIGTERM)
 def publish_if_complete(folder: Path) -> bool:
     """Move a complete run from ``unfinished/`` to the locked run folder, and delete ``unfinished/`` with its
     checkpoints.
 
     Replaces the files of the last run. If the run in ``unfinished/`` is not complete, moves nothing. If this process is
-    killed meanwhile, the next call completes the move. Returns whether the run folder then holds a finished run.
+    killed meanwhile, the next call completes the move. Ctrl-C and SIGTERM wait for the end of the move. Returns whether
+    the run folder then holds a finished run.
     """
     unfinished = folder / UNFINISHED
     replaced = unfinished / REPLACED  # the last run's results; its existence shows that the move has begun
@@ -153,14 +114,19 @@ def is_finished(folder: Path) -> bool:
     return all((folder / name).exists() for name in (METRICS, *OUTPUTS))
 
 
-def write_failure_details(error: BaseException, output_folder: Path) -> None:
-    """Complete an error with how to resume and where the details are.
+def finish_error(error: BaseException, output_folder: Path | None) -> None:
+    """Complete the error that ends a run with how to resume and where the details are.
 
-    A KeyboardInterrupt gets a text about how to resume. A RankError gets the step of the newest checkpoint, and the
-    file with the details. If the file cannot be written, prints the details to stderr.
+    A KeyboardInterrupt gets a StoppedError as its argument, which is the text. A RankError gets the step of the newest
+    checkpoint, and a file with the details in ``output_folder``. If the file cannot be written, prints the details to
+    stderr. If the run's files are temporary (None), the error says that a new run restarts from scratch.
     """
+    if output_folder is None:
+        if isinstance(error, (RankError, StoppedError)):
+            error.step = 0
+        return
     if isinstance(error, KeyboardInterrupt) and not error.args:
-        error.args = (f"stopped by Ctrl-C; {describe_resumption(checkpoint.newest_step(output_folder))}",)
+        error.args = (StoppedError("Ctrl-C", checkpoint.newest_step(output_folder)),)
     if not isinstance(error, RankError):
         return
     error.step = checkpoint.newest_step(output_folder)

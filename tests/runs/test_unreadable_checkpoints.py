@@ -19,7 +19,7 @@ from flyte_ddp.machine.resources import Request
 from flyte_ddp.run import run_training
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint import FOLDER, SLOTS, Identity
-from flyte_ddp.runs.run_folder import METRICS, UNFINISHED, write_failure_details
+from flyte_ddp.runs.run_folder import METRICS, UNFINISHED, finish_error
 from flyte_ddp.runs.work import Work
 
 NOBODY = 65534
@@ -126,7 +126,7 @@ def test_without_any_the_run_begins_anew(work: Path) -> None:
     assert (work / METRICS).read_text() == ""
     assert not (work / results.FOLDER).exists()
     error = RankError("rank 1 was killed by SIGKILL", recoverable=True)
-    write_failure_details(error, work)
+    finish_error(error, work)
     assert "will restart from scratch, as no checkpoint exists yet" in error.format_message()
 
 
@@ -138,7 +138,7 @@ def test_a_single_one_that_cannot_be_read_is_refused_where_an_engine_starts_rank
     with pytest.raises(UserError, match=r"damaged.*delete them to restart from scratch"):
         rewind_work(lost, "a host is lost")
     error = RankError("rank 1 was killed by SIGKILL", recoverable=True)
-    write_failure_details(error, work)
+    finish_error(error, work)
     assert "no checkpoint exists" not in error.format_message()
 
 
