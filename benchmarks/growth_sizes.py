@@ -8,7 +8,6 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,13 +42,19 @@ def predict(rows: int, classes: int) -> float:
     import torch
     from PIL import Image
 
-    from flyte_ddp.models.artifacts import save_model
+    from flyte_ddp.models.artifacts import make_sidecar_input, save_model
     from flyte_ddp.models.inputs import InputSpec
+    from flyte_ddp.models.sidecar import Digests, Sidecar
     from flyte_ddp.predict.predict import write_prediction_table
 
     spec = InputSpec(channels=1, height=SIDE, width=SIDE, mean=(0.5,), std=(0.5,))
-    sidecar = {"model": "benchmarks.growth_sizes:build_linear", "input": asdict(spec)}
-    sidecar["classes"] = [f"class {place}" for place in range(classes)]
+    names = [f"class {place}" for place in range(classes)]
+    sidecar = Sidecar(
+        model="benchmarks.growth_sizes:build_linear",
+        classes=names,
+        input=make_sidecar_input(spec, ""),
+        digests=Digests(weights=""),
+    )
     state = {"1.weight": torch.randn(classes, SIDE * SIDE), "1.bias": torch.randn(classes)}
     pixels = np.random.default_rng(0).integers(0, 256, (rows, SIDE, SIDE), dtype=np.uint8)
     with tempfile.TemporaryDirectory() as name:

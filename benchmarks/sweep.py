@@ -76,7 +76,7 @@ def measure_rungs(order: dict[str, Any], parts: list[int]) -> list[tuple[int, di
     hp, folder, found = Hyperparameters(**order["hp"]), Path(order["folder"]), []
     for steps_divisor in parts:
         run_part(hp, Path(order["data"]), folder, steps_divisor, Settings(progress="off", wandb_mode="disabled"))
-        found.append((steps_divisor, read_rung(folder, hp)))
+        found.append((steps_divisor, vars(read_rung(folder, hp))))
     return found
 
 

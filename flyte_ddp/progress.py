@@ -113,19 +113,16 @@ class StepProgress(Progress):
         if self.is_due():
             self._show_last_step()
 
-    def print_evaluation(self, record: Mapping[str, Any], measure: str = "accuracy") -> None:
-        """Print the measures of the validation and test splits in an evaluation's record.
-
-        Prints the main measure ``measure`` and the loss.
-        """
+    def print_evaluation(self, step: int, measures: Mapping[str, Mapping[str, float]], main: str = "accuracy") -> None:
+        """Print the main measure and the loss of each split. ``measures`` are by split, and then by name."""
         results = []
-        for split in ("validation", "test"):
-            if f"{split}_loss" in record:
-                shown = [format_measure(name, record[f"{split}_{name}"]) for name in (measure, "loss")]
-                rest = "" if measure == "loss" else f" (loss {shown[1]})"
-                results.append(f"{split} {name_measure(measure)} {shown[0]}{rest}".replace("\N{NO-BREAK SPACE}", " "))
+        for split, found in measures.items():
+            if "loss" in found:
+                shown = [format_measure(name, found[name]) for name in (main, "loss")]
+                rest = "" if main == "loss" else f" (loss {shown[1]})"
+                results.append(f"{split} {name_measure(main)} {shown[0]}{rest}".replace("\N{NO-BREAK SPACE}", " "))
         self._is_shown = self._is_shown or self._mode == "lines"  # the printed line names the step
-        self.print_note(f"{self._describe_place(record['step'])}: {', '.join(results)}")
+        self.print_note(f"{self._describe_place(step)}: {', '.join(results)}")
 
     def close(self) -> None:
         """Show the last step if it was not shown, and end the bar's line. May be called twice."""

@@ -1,6 +1,5 @@
 """One training run from prepared data to a run folder with model, metrics and report."""
 
-import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from flyte_ddp.datasets.prepared import check_prepared_set
 from flyte_ddp.files import SIDECAR, WEIGHTS
 from flyte_ddp.launch.default import choose_launcher
 from flyte_ddp.models.initial_weights import fetch_weights
+from flyte_ddp.models.sidecar import read_sidecar
 from flyte_ddp.plans.resolve import request_ranks, resolve
 from flyte_ddp.progress import Progress
 from flyte_ddp.runs.identity import checkpoint_identity
@@ -134,13 +134,9 @@ def run_part(
 def read_result(folder: Path) -> Result:
     """Return the Result of a finished run's folder, with all measures that its model.json lists."""
     model, sidecar, metrics, report = (folder / name for name in (WEIGHTS, SIDECAR, METRICS, REPORT))
-    found = json.loads(sidecar.read_bytes())["metrics"]
-    measures = {
-        name.removeprefix("test_"): math.nan if value is None else float(value)
-        for name, value in found.items()
-        if name.startswith("test_")
-    }
-    history = next(values for name, values in found.items() if name.startswith("epoch_"))
-    history = [math.nan if value is None else float(value) for value in history]
+    found = read_sidecar(sidecar).metrics
+    measures = {name: math.nan if value is None else float(value) for name, value in found.test.items()}
+    [values] = found.history.values()
+    history = [math.nan if value is None else float(value) for value in values]
     main = next(iter(measures.values()))
     return Result(folder, history, main, model, sidecar, metrics, report, measures)

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from report_page import matrix, records, write_run
+from sidecars import make_sidecar
 
 from flyte_ddp import arrays
 from flyte_ddp.config import Hyperparameters
@@ -28,6 +29,7 @@ from flyte_ddp.datasets.preprocessing import pack_preprocessing
 from flyte_ddp.errors import UserError
 from flyte_ddp.models import artifacts, zoo
 from flyte_ddp.models.inputs import InputSpec
+from flyte_ddp.models.sidecar import Metrics, Sidecar
 from flyte_ddp.predict.new_rows import load_preprocessing
 from flyte_ddp.predict.sample_columns import read_measured, read_reference, write_reference
 from flyte_ddp.report.report import render_report
@@ -151,7 +153,7 @@ def report(folder: Path) -> Target:
     with np.load(run / "predictions.npz") as stored:
         predictions = dict(stored)
     good = (run / "predictions.npz").read_bytes()
-    sidecar = {"metrics": {"kept_epoch": 2}, "digests": {"weights": "a"}, "versions": {"torch": "2"}}
+    sidecar = make_sidecar(metrics=Metrics(kept_epoch=2), versions={"torch": "2"}).to_json_value()
 
     def case(chance: random.Random) -> None:
         changed, described, content = lines, sidecar, good
@@ -226,16 +228,14 @@ def reference(folder: Path) -> Target:
 
 def saved_model(folder: Path) -> tuple[Path, Path, dict[str, Any]]:
     made = zoo.build_model("small_cnn", 10, GREY)
-    described = {
-        "model": "small_cnn",
-        "objective": "classification",
-        "classes": [f"class {k}" for k in range(10)],
-        "input": artifacts.describe_model_input(GREY, ""),
-        "hyperparameters": Hyperparameters().to_dict(),
-        "metrics": {"test_accuracy": 0.5},
-        "options": {"model": {}},
-        "versions": {"torch": "2"},
-    }
+    described = make_sidecar(
+        GREY,
+        classes=[f"class {k}" for k in range(10)],
+        hyperparameters=Hyperparameters().to_dict(),
+        metrics=Metrics(test={"accuracy": 0.5}),
+        options={"model": {}},
+        versions={"torch": "2"},
+    )
     model, sidecar = artifacts.save_model(folder, made.state_dict(), described)
     return model, sidecar, json.loads(sidecar.read_bytes())
 
@@ -278,9 +278,9 @@ def preprocessing(folder: Path) -> Target:
                 **packed,
                 "prepare": chance.choice(["os:getcwd", "json:dumps", f"{__name__}:SECONDS", "a:b", "x"]),
             }
-        load_preprocessing({"preprocessing": json.loads(dump(changed)) if DEEP not in str(changed) else []}).read(
-            folder
-        )
+        value = json.loads(dump(changed)) if DEEP not in str(changed) else []
+        sidecar = Sidecar.from_json_value({**make_sidecar().to_json_value(), "preprocessing": value}, "model.json")
+        load_preprocessing(sidecar).read(folder)
 
     return Target(case)
 

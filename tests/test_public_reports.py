@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from predictions import predict_rows
+from sidecars import make_sidecar
 from torch import Tensor, nn
 from torch.nn import functional
 from training_runs import QUIET, train_in, weights
@@ -132,7 +133,7 @@ def test_columns_in_another_order_are_matched_by_name() -> None:
     ab, ba, targets = Frame(["a", "b"]), Frame(["b", "a"]), np.arange(2)
     data = arrays((ab, targets), (ba, targets), prepare=prepare)
     assert data.test_inputs.tolist() == [[97, 98]] * 2
-    sidecar = json.loads(json.dumps({"preprocessing": data.preprocessing}))
+    sidecar = make_sidecar(preprocessing=json.loads(json.dumps(data.preprocessing)))
     for order in (["a", "b"], ["b", "a"]):
         assert read_new_rows(sidecar, order)[0].tolist() == [[97, 98]] * 2
     with pytest.raises(UserError, match=r"inputs: the columns are b, c, .* training had a, b"):
@@ -149,7 +150,7 @@ def test_two_columns_of_one_name_are_refused() -> None:
     ab = Frame(["a", "b"])
     data = arrays((ab, targets), (ab, targets), prepare=prepare)
     with pytest.raises(UserError, match=r"the columns are b, b, .* training had a, b"):
-        read_new_rows({"preprocessing": data.preprocessing}, ["b", "b"])
+        read_new_rows(make_sidecar(preprocessing=data.preprocessing), ["b", "b"])
 
 
 def test_perplexity_counts_the_end_of_a_text_and_no_padding(tmp_path: Path) -> None:

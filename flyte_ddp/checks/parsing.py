@@ -10,6 +10,7 @@ from flyte_ddp.errors import UserError
 # Numbers such as 1e-1 and 1.5e3. YAML 1.1, which flytekit uses to read YAML files, reads them as text.
 YAML_NUMBER = re.compile(r"[-+]?(\d+e[-+]?\d+|(\d+\.\d*|\.\d+)e\d+)", re.IGNORECASE)
 
+JsonObject = dict[str, Any]  # an object whose keys users or other programs choose
 DEEPEST = 64  # maximum number of levels of JSON and YAML, far below the limit of recursive functions
 TOO_DEEP = f"nested more than {DEEPEST} levels deep; reduce the nesting"
 
@@ -37,11 +38,11 @@ def parse_json(text: str | bytes) -> Any:
     return value
 
 
-def list_parts(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
+def list_parts(value: JsonObject | list[Any]) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value
 
 
-def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def make_object(pairs: list[tuple[str, Any]]) -> JsonObject:
     """Return the pairs of a JSON object as a dict. Raises MisreadError if a key occurs twice."""
     made = dict(pairs)
     if len(made) < len(pairs):

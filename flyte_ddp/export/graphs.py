@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from flyte_ddp.errors import install_hint
 from flyte_ddp.models import artifacts
-from flyte_ddp.models.inputs import MIDDLE, InputSpec, normalisation
+from flyte_ddp.models.inputs import InputSpec, normalisation
+from flyte_ddp.models.sidecar import MIDDLE, ImageInput, Sidecar
 from flyte_ddp.objectives.segmentation import logits_of
 from flyte_ddp.samples.leaves import call_with_leaves, restore_leaves
 
@@ -116,12 +117,12 @@ class ServedImages(nn.Module):
     of exporters do not give torch's pixels.
     """
 
-    def __init__(self, model: nn.Module, sidecar: Mapping[str, Any]) -> None:
+    def __init__(self, model: nn.Module, sidecar: Sidecar) -> None:
         super().__init__()
-        spec = artifacts.parse_input_spec(sidecar)
-        assert isinstance(spec, InputSpec)
+        spec = artifacts.parse_input_spec(sidecar.input)
+        assert isinstance(spec, InputSpec) and isinstance(sidecar.input, ImageInput)  # noqa: PT018
         self.model, self.channels, self.height, self.width = model, spec.channels, spec.height, spec.width
-        self.middle, self.share = sidecar["input"].get("crop") == MIDDLE, spec.crop_share
+        self.middle, self.share = sidecar.input.crop == MIDDLE, spec.crop_share
         scale, shift = normalisation(spec, torch.device("cpu"), torch.float32)
         self.register_buffer("scale", scale.clone())
         self.register_buffer("shift", shift.clone())

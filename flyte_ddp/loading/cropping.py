@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from flyte_ddp.loading.decoding import Pixels
-from flyte_ddp.models.inputs import EVALUATION_SHARE
+from flyte_ddp.models.sidecar import EVALUATION_SHARE
 from flyte_ddp.order.augmentation import uniform_draws
 from flyte_ddp.order.sampling import Indices
 

@@ -23,7 +23,7 @@ from flyte_ddp.loading.samples import (
     require_target,
 )
 from flyte_ddp.loading.split import TargetSpec
-from flyte_ddp.models.inputs import EVALUATION_SHARE
+from flyte_ddp.models.sidecar import EVALUATION_SHARE
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.order.sampling import Indices
 

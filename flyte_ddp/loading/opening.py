@@ -34,7 +34,8 @@ from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder
 from flyte_ddp.loading.worker_sources import ItemBatches, WorkerImages
 from flyte_ddp.loading.workers import POSSIBLE, ImagePool, LoaderThreads, make_pool
 from flyte_ddp.machine.resources import count_cores
-from flyte_ddp.models.inputs import EVALUATION_SHARE, InputSpec, LeavesSpec, ModelInput
+from flyte_ddp.models.inputs import InputSpec, LeavesSpec, ModelInput
+from flyte_ddp.models.sidecar import EVALUATION_SHARE
 from flyte_ddp.order.sampling import Order
 from flyte_ddp.order.shard_order import ShardOrder, count_rank_streams
 from flyte_ddp.parallel.distributed import rank, world_size

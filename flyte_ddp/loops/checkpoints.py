@@ -13,7 +13,7 @@ import torch
 from flyte_ddp.errors import UserError
 from flyte_ddp.machine.device_copy import copy_to_cpu, map_leaves
 from flyte_ddp.models.state_dicts import find_refused_value
-from flyte_ddp.runs.checkpoint import FOLDER, Checkpoint, Identity, load_state
+from flyte_ddp.runs.checkpoint import FOLDER, Checkpoint, Identity, State, load_state
 from flyte_ddp.runs.checkpoint_writer import CheckpointWriter, Snapshot
 from flyte_ddp.runs.run_folder import METRICS
 
@@ -96,7 +96,7 @@ class Checkpoints(CheckpointWriter):
         with self.write_lock:  # no file is being written
             return self.newest_step
 
-    def load(self) -> dict[str, Any] | None:
+    def load(self) -> State | None:
         """Wait until the last save is written, and return the newest checkpoint's state from disk.
 
         The tensors are on the CPU, and most are mapped from the file. Without a checkpoint returns None.
@@ -107,7 +107,7 @@ class Checkpoints(CheckpointWriter):
             return None
         return load_state(self.newest) if self.link is None else self.load_linked(self.newest, self.link)
 
-    def load_linked(self, found: Checkpoint, link: Path) -> dict[str, Any]:
+    def load_linked(self, found: Checkpoint, link: Path) -> State:
         """Return the checkpoint's state, mapped from a link that is kept until :meth:`close`.
 
         If links fail, returns a copy. Without a link, a file server drops the checkpoint file when another host
@@ -117,7 +117,7 @@ class Checkpoints(CheckpointWriter):
             link.unlink(missing_ok=True)  # of an attempt that was killed
             os.link(found.path, link)
         except OSError:
-            copied: dict[str, Any] = copy_to_cpu(load_state(found))
+            copied: State = copy_to_cpu(load_state(found))
             return copied
         return load_state(replace(found, path=link))
 

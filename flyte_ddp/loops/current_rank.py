@@ -18,7 +18,7 @@ from flyte_ddp.loops.records import Records
 from flyte_ddp.order.augmentation import bits_of_one_sample
 from flyte_ddp.parallel.distributed import translate_collective_errors
 from flyte_ddp.parallel.training_pass import Generators
-from flyte_ddp.runs.checkpoint import Identity
+from flyte_ddp.runs.checkpoint import Identity, State
 from flyte_ddp.settings import read_settings
 
 LOADED = "flyte-ddp loaded"  # in the ranks' common store
@@ -65,7 +65,7 @@ class CurrentRank:
             raise UserError("join: a process group already exists; call either join() or init_process_group(), once")
         self._join()
 
-    def load(self) -> dict[str, Any] | None:
+    def load(self) -> State | None:
         """Return the last state of :meth:`save` in an earlier attempt, on the CPU.
 
         Without a saved state returns None. All ranks must call this method equally often. Rank 0 waits for all ranks,

@@ -25,6 +25,7 @@ from flyte_ddp.loops.checkpoints import Checkpoints
 from flyte_ddp.loops.current_rank import CurrentRank, set_current_rank
 from flyte_ddp.loops.records import Records
 from flyte_ddp.parallel.distributed import translate_collective_errors
+from flyte_ddp.runs.metrics import FunctionStart
 
 DONE, LEFT = "flyte-ddp done", "flyte-ddp left"  # in the ranks' common store
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -93,9 +94,9 @@ def provide_current_rank(rank: Rank, store: Any) -> Iterator[CurrentRank]:
     before = set_current_rank(current)
     try:
         if records is not None:
-            records.start(make_start_record(rank, device))
+            records.write(make_start_record(rank, device))
             records.progress.print_note(f"ranks: {info.world_size}, nodes: {work.world.num_nodes}")
-            rank.record_restarts(records.log.write)
+            rank.record_restarts(records.write)
         rank.offer_saving(checkpoints.save_last)
         yield current
     finally:
@@ -105,20 +106,21 @@ def provide_current_rank(rank: Rank, store: Any) -> Iterator[CurrentRank]:
             records.close()
 
 
-def make_start_record(rank: Rank, device: torch.device) -> dict[str, Any]:
-    """Return the facts of the record "start" in metrics.jsonl: the function, its arguments, and the ranks."""
+def make_start_record(rank: Rank, device: torch.device) -> FunctionStart:
+    """Return the start record: the function, its arguments, and the ranks."""
     call: Call = rank.work.arguments
     found = rank.work.checkpoint
     is_changed = found is not None and found.identity != rank.work.identity
-    return {
-        **({"resumed_from_other_code": True} if is_changed else {}),
-        "function": call.name,
-        "hyperparameters": dict(call.shown),
-        "num_ranks": rank.info.world_size,
-        "num_nodes": rank.work.world.num_nodes,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "backend": rank.work.world.backend,
-    }
+    return FunctionStart(
+        resumed_after_step=found.step if found else 0,
+        resumed_from_other_code=True if is_changed else None,
+        function=call.name,
+        hyperparameters=dict(call.shown),
+        num_ranks=rank.info.world_size,
+        num_nodes=rank.work.world.num_nodes,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        backend=rank.work.world.backend,
+    )
 
 
 @contextmanager

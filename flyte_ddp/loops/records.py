@@ -9,6 +9,7 @@ from typing import Any
 from flyte_ddp.errors import UserError
 from flyte_ddp.loops.checkpoints import refuse_earlier_step
 from flyte_ddp.progress import StepProgress
+from flyte_ddp.runs.metrics import FunctionEnd, MetricsRecord, ValuesRecord
 from flyte_ddp.runs.run_folder import METRICS
 from flyte_ddp.text.json_lines import JsonLines
 
@@ -26,8 +27,8 @@ class Records:
         self.log, self.progress = JsonLines(folder / METRICS), StepProgress(progress)
         self.step, self.began = first, time.monotonic()
 
-    def start(self, facts: Mapping[str, Any]) -> None:
-        self.log.write({"kind": "start", **facts, "resumed_after_step": self.step})
+    def write(self, record: MetricsRecord) -> None:
+        self.log.write(record.to_json_value())
 
     def record(self, step: int, values: Mapping[str, Any]) -> None:
         """Write a record of a step's numbers to metrics.jsonl, and show the numbers as progress.
@@ -36,7 +37,7 @@ class Records:
             UserError: The step goes back, a value is not a number, or a name is ``kind`` or ``time``.
         """
         refuse_earlier_step("record", step, self.step)
-        numbers = {}
+        numbers = dict[str, float]()
         for name, value in values.items():
             if name in RESERVED_KEYS:
                 raise UserError(f"record: {name!r} is a reserved key of each record; choose another name")
@@ -51,11 +52,11 @@ class Records:
                     "element; use results.event for texts"
                 ) from None
         self.step = step
-        self.log.write({"kind": "record", "step": step, **numbers})
+        self.write(ValuesRecord(step=step, values=numbers))
         self.progress.show_step(step, numbers)
 
     def end(self) -> None:
-        self.log.write({"kind": "end", "step": self.step, "seconds": time.monotonic() - self.began})
+        self.write(FunctionEnd(step=self.step, seconds=time.monotonic() - self.began))
 
     def close(self) -> None:
         self.progress.close()

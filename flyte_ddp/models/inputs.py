@@ -13,11 +13,8 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from flyte_ddp.errors import UserError
+from flyte_ddp.models.sidecar import EVALUATION_SHARE, Leaf, LeavesInput
 from flyte_ddp.samples.leaves import Leaves, call_with_leaves, describe_form, name_leaves, restore_leaves
-from flyte_ddp.text.formatting import describe_input
-
-MIDDLE = "middle"  # the ``crop`` of a model that was evaluated on the middle square of images
-EVALUATION_SHARE = 224 / 256  # usual share of an encoded image's shorter side that evaluations use, as for ImageNet
 
 
 @dataclass(frozen=True)
@@ -70,10 +67,10 @@ class LeavesSpec:
         return LeavesSpec(self.form, tuple((name, own[name]) for name in names)) if own.keys() == {*names} else self
 
     def describe(self) -> str:
-        return describe_input(self.to_dict())
+        return self.to_sidecar_input().describe()
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"form": self.form, "leaves": {name: leaf._asdict() for name, leaf in self.leaves}}
+    def to_sidecar_input(self) -> LeavesInput:
+        return LeavesInput(self.form, {name: Leaf([*leaf.shape], leaf.dtype) for name, leaf in self.leaves})
 
 
 ModelInput: TypeAlias = InputSpec | LeavesSpec

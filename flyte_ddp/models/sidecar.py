@@ -1,57 +1,128 @@
-"""Read ``model.json``, the sidecar of a saved model, and find the user code that is named there. Needs no torch."""
+"""The sidecar of a saved model, ``model.json``, and the user code that is named there. Needs no torch."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from flyte_ddp.catalog import CODE_OPTIONS
-from flyte_ddp.checks.forms import COUNT, require_form
-from flyte_ddp.checks.parsing import parse_json
-from flyte_ddp.datasets.preprocessing import PREPROCESSING, TABLE
+from flyte_ddp.checks.parsing import JsonObject, parse_json
+from flyte_ddp.checks.records import Count, JsonRecord
+from flyte_ddp.datasets.preprocessing import TABLE
 from flyte_ddp.errors import UserError
 from flyte_ddp.user_code.source import are_current_sources
 from flyte_ddp.user_code.stored import StoredSpec
 
 FORMAT = "flyte-ddp-model/1"
-SIDES = range(1, 2**16)
-LEAF = {"shape": [(None, COUNT)], "dtype": {"float", "int64", "bool", "other"}}
-LEAVES_INPUT = {"form": {"leaf", "tuple", "dict", "none"}, "leaves": {str: LEAF}}
-IMAGE_INPUT = {
-    "channels": SIDES,
-    "height": SIDES,
-    "width": SIDES,
-    "mean": [float],
-    "std": [float],
-    "crop_share?": (None, float),
-}
-FITTED = {
-    "pickle": str,
-    "sha256": str,
-    "releases": str,
-    "prepare?": str,
-    f"{TABLE}?": str,
-    "rows?": list,
-    "columns?": {str: list},
-}
-FORM = {
-    "model?": str,
-    "objective?": str,
-    "outputs?": COUNT,
-    "target_shape?": [COUNT],
-    "classes?": [str],
-    "class_weights?": [float],
-    "threshold?": float,
-    "options?": {str: {}},
-    "input?": (LEAVES_INPUT, IMAGE_INPUT),
-    "hyperparameters?": {},
-    "metrics?": {},
-    "digests?": {str: str},
-    "versions?": {str: str},
-    "sources?": {str: str},
-    f"{PREPROCESSING}?": {},
-}
+CLASSIFICATION = "classification"  # the objective of a sidecar that names none
+EVALUATION_SHARE = 224 / 256  # usual share of an encoded image's shorter side that evaluations use, as for ImageNet
+MIDDLE = "middle"  # the ``crop`` of a model that was evaluated on the middle square of images
+FIX = "give the model.json of a finished run"
+Side = Annotated[int, range(1, 2**16)]
 
 
-def read_model_json(path: Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Leaf(JsonRecord):
+    """One leaf of a sample's inputs."""
+
+    shape: list[Count | None]  # without the samples' dimension, and None where lengths differ between samples
+    dtype: Annotated[str, {"float", "int64", "bool", "other"}]
+
+
+@dataclass(frozen=True)
+class LeavesInput(JsonRecord):
+    """A model's inputs that are no images: the form, and each leaf by name."""
+
+    form: Annotated[str, {"leaf", "tuple", "dict", "none"}]
+    leaves: Mapping[str, Leaf]
+
+    def describe(self) -> str:
+        texts = []
+        for name, leaf in self.leaves.items():
+            shape = " x ".join("?" if size is None else str(size) for size in leaf.shape)
+            texts.append(f"{name} {leaf.dtype} [{shape}]".strip())
+        return ", ".join(texts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageInput(JsonRecord):
+    """Images as a model's input, and the steps by which other programs prepare an image, in order (docs/model.md)."""
+
+    channels: Side
+    height: Side
+    width: Side
+    mean: list[float]
+    std: list[float]
+    crop: str | None = None  # MIDDLE or ""
+    upright: bool = True  # an image is rotated as its EXIF data say
+    background: list[Count] = field(default_factory=list)  # RGB, behind the transparent parts of an image
+    mode: str | None = None  # Pillow's name of the colour space
+    # The middle square's side / the image's shorter side. None: evaluations use the whole image.
+    crop_share: float | None = EVALUATION_SHARE
+    resize_dtype: str = "float32"  # type of the resized values: uint8 rounds them
+    interpolation: str = "bilinear"
+    antialias: bool = True
+    scale: float = 1 / 255
+
+    def describe(self) -> str:
+        return f"{self.channels} x {self.height} x {self.width}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics(JsonRecord):
+    """The measures of the kept weights."""
+
+    test: Mapping[str, float | None] = field(
+        default_factory=dict, metadata={"prefix": "test_"}
+    )  # by measure, the main measure first; None: not finite
+    # The main measure after each evaluation, by its name, or by "accuracies".
+    history: Mapping[str, list[float | None]] = field(default_factory=dict, metadata={"prefix": "epoch_"})
+    kept_epoch: Count | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Digests(JsonRecord):
+    """SHA-256 of the parts that a model was made from, and of the weights. Empty: not used, or not known yet."""
+
+    data: str = ""  # the prepared data set
+    code: str = ""  # this library
+    user_code: str = ""
+    init_from: str = ""  # the initial weights
+    weights: str  # model.pt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sidecar(JsonRecord):
+    """How to build and use a saved model, its measures, and where the model comes from."""
+
+    format: Annotated[str, {FORMAT}] = FORMAT
+    model: str  # a name, or package.module:callable
+    classes: list[str]  # in the order of the outputs
+    objective: str = CLASSIFICATION
+    outputs: Count | None = None  # the size of the last layer; None: one output for each class
+    target_shape: list[Count] | None = None
+    class_weights: list[float] | None = None
+    threshold: float | None = None  # least probability of the second of two classes for predicting this class
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by "model", "objective" and others
+    input: LeavesInput | ImageInput
+    hyperparameters: Mapping[str, Any] = field(default_factory=dict)  # of the release that trained the model
+    metrics: Metrics = field(default_factory=Metrics)
+    digests: Digests
+    versions: Mapping[str, str] = field(default_factory=dict)  # of Python and libraries, by name
+    num_ranks: Count | None = None
+    num_nodes: Count | None = None
+    threads_per_rank: Count | None = None
+    sources: Mapping[str, str] = field(default_factory=dict)  # of user code, by path; used by load_model
+    preprocessing: Mapping[str, Any] = field(default_factory=dict)  # what pack_preprocessing() or a Table has fitted
+
+    def to_json_value(self) -> JsonObject:
+        values = super().to_json_value()
+        if self.objective == CLASSIFICATION:
+            del values["objective"]
+        return values
+
+
+def read_model_json(path: Path) -> Sidecar:
     """Return the content of a ``model.json``.
 
     If the user code that the file names has changed since, the names become StoredSpecs, which import the code stored
@@ -60,42 +131,63 @@ def read_model_json(path: Path) -> dict[str, Any]:
     Raises:
         UserError: The file is missing or damaged, or has another format.
     """
-    return prefer_stored_code(parse_model_json(path))
+    return prefer_stored_code(read_sidecar(path))
 
 
-def parse_model_json(path: Path) -> dict[str, Any]:
+def read_sidecar(path: Path) -> Sidecar:
     """Return the content of a ``model.json``. Names of user code stay as written.
 
     Raises:
         UserError: The file is missing, is not JSON, has another format, or has a value of another type.
     """
-    fix = "give the model.json of a finished run"
     try:
-        sidecar = parse_json(path.read_bytes())
+        content = path.read_bytes()
     except OSError as error:
-        raise UserError(f"cannot read sidecar {path}: {error.strerror}; {fix}") from error
-    except ValueError as error:
-        raise UserError(f"sidecar {path} is not JSON ({error}); {fix}") from error
-    form = sidecar.get("format") if isinstance(sidecar, dict) else None
-    if form != FORMAT:
-        raise UserError(f"sidecar {path} has format {form!r}: must be {FORMAT!r}; {fix}")
-    require_form(sidecar, FORM, f"sidecar {path} is damaged, so {fix}")
-    return dict(sidecar)
+        raise UserError(f"cannot read sidecar {path}: {error.strerror}; {FIX}") from error
+    return parse_sidecar(content, f"sidecar {path}")
 
 
-def prefer_stored_code(sidecar: dict[str, Any]) -> dict[str, Any]:
-    """Replace names of user code in the sidecar by StoredSpecs if today's files differ, and return the same sidecar.
+def parse_sidecar(content: bytes, where: str) -> Sidecar:
+    """Return the sidecar in the content of a ``model.json``. Names of user code stay as written.
 
-    A StoredSpec imports the code that is stored in the sidecar. Without stored code, nothing is replaced. Reads the
-    user's files, and puts the working directory on ``sys.path``.
+    Raises:
+        UserError: The content is not JSON, has another format, or has a value of another type. The text begins with
+            ``where``.
     """
-    sources, hyperparameters = sidecar.get("sources", {}), sidecar.get("hyperparameters", {})
-    named = [(sidecar, "model"), (sidecar, "objective"), (hyperparameters, "collate"), (hyperparameters, "sample")]
-    named += [(sidecar.get(PREPROCESSING, {}), key) for key in ("prepare", TABLE)]
-    if option := CODE_OPTIONS.get(sidecar.get("objective", "")):
-        named.append((sidecar.get("options", {}).get("objective", {}), option))
+    try:
+        value = parse_json(content)
+    except ValueError as error:
+        raise UserError(f"{where} is not JSON ({error}); {FIX}") from error
+    form = value.get("format") if isinstance(value, dict) else None
+    if form != FORMAT:
+        raise UserError(f"{where} has format {form!r}: must be {FORMAT!r}; {FIX}")
+    return Sidecar.from_json_value(value, f"{where} is damaged, so {FIX}")
+
+
+def prefer_stored_code(sidecar: Sidecar) -> Sidecar:
+    """Return the sidecar with StoredSpecs in place of names of user code, if today's files differ.
+
+    A StoredSpec imports the code that is stored in the sidecar. Without stored code, returns the same sidecar. Reads
+    the user's files, and puts the working directory on ``sys.path``.
+    """
+    sources, facts = sidecar.sources, {"model": sidecar.model, "objective": sidecar.objective}
+    hyperparameters, preprocessing = {**sidecar.hyperparameters}, {**sidecar.preprocessing}
+    options = {of: {**given} for of, given in sidecar.options.items()}
+    named: list[tuple[JsonObject, str]] = [(facts, "model"), (facts, "objective")]
+    named += [(hyperparameters, "collate"), (hyperparameters, "sample")]
+    named += [(preprocessing, "prepare"), (preprocessing, TABLE)]
+    if option := CODE_OPTIONS.get(sidecar.objective):
+        named.append((options.get("objective", {}), option))
     own = [(values, key) for values, key in named if ":" in str(values.get(key, ""))] if sources else []
-    if own and not are_current_sources(sources, *(values[key] for values, key in own)):
-        for values, key in own:
-            values[key] = StoredSpec(values[key], sources)
-    return sidecar
+    if not own or are_current_sources(sources, *(values[key] for values, key in own)):
+        return sidecar
+    for values, key in own:
+        values[key] = StoredSpec(values[key], sources)
+    return replace(
+        sidecar,
+        model=facts["model"],
+        objective=facts["objective"],
+        options=options,
+        hyperparameters=hyperparameters,
+        preprocessing=preprocessing,
+    )

@@ -94,7 +94,7 @@ class WatchedModel:
             for leaf in name_leaves(batch.inputs).values():
                 is_tensor = isinstance(leaf, Tensor)
                 self.digest.update(leaf.cpu().flatten().view(torch.uint8).numpy() if is_tensor else repr(leaf).encode())
-            with translate_user_errors(f"model {model.sidecar['model']!r} on samples {ids[0]} to {ids[-1]}"):
+            with translate_user_errors(f"model {model.sidecar.model!r} on samples {ids[0]} to {ids[-1]}"):
                 outputs = model.compute_outputs(batch.inputs)
                 columns = describe_batch(model, batch.inputs, outputs, batch.rows)
             if columns.keys() != self.reference.keys():

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from flyte_ddp.errors import UserError, unknown_name_error
+from flyte_ddp.models.sidecar import Sidecar
 from flyte_ddp.objectives.classification import Classification
 from flyte_ddp.objectives.language import Language
 from flyte_ddp.objectives.multilabel import Multilabel
@@ -24,7 +25,7 @@ KINDS: tuple[type[Objective], ...] = (Classification, Multilabel, Regression, Se
 BUILT_IN = {kind.__name__.lower(): kind for kind in KINDS}
 
 
-def objective_of_sidecar(sidecar: Mapping[str, Any]) -> Objective:
+def objective_of_sidecar(sidecar: Sidecar) -> Objective:
     """Return the objective of a saved model, from the model's sidecar. Imports a user-defined objective.
 
     If the sidecar names no objective, returns classification.
@@ -32,17 +33,15 @@ def objective_of_sidecar(sidecar: Mapping[str, Any]) -> Objective:
     Raises:
         UserError: The user-defined objective cannot be imported, or does not fit.
     """
-    weights = ",".join(map(repr, sidecar.get("class_weights", ())))
     facts = Facts(
-        classes=tuple(map(str, sidecar["classes"])),
-        target_shape=tuple(sidecar.get("target_shape", ())),
-        class_weights=weights,
-        select_by=sidecar.get("hyperparameters", {}).get("select_by", "loss"),
-        threshold_rule=sidecar.get("hyperparameters", {}).get("threshold", ""),
-        threshold=sidecar.get("threshold"),
+        classes=tuple(sidecar.classes),
+        target_shape=tuple(sidecar.target_shape or ()),
+        class_weights=",".join(map(repr, sidecar.class_weights or ())),
+        select_by=sidecar.hyperparameters.get("select_by", "loss"),
+        threshold_rule=sidecar.hyperparameters.get("threshold", ""),
+        threshold=sidecar.threshold,
     )
-    options = sidecar.get("options", {}).get("objective", {})
-    return make_objective(sidecar.get("objective", "classification"), facts, options)
+    return make_objective(sidecar.objective, facts, sidecar.options.get("objective", {}))
 
 
 def make_objective(name: str, facts: Facts, options: Mapping[str, Any]) -> Objective:

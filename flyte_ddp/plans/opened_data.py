@@ -24,7 +24,7 @@ from flyte_ddp.hardware import Hardware
 from flyte_ddp.loading.collate import widen_type
 from flyte_ddp.loading.opening import open_splits
 from flyte_ddp.loading.split import Splits
-from flyte_ddp.models.inputs import MIDDLE
+from flyte_ddp.models.sidecar import MIDDLE
 from flyte_ddp.objectives.table_columns import TableColumns, list_inputs
 from flyte_ddp.order.sampling import Indices, Order
 from flyte_ddp.samples.leaves import Leaves

@@ -15,16 +15,18 @@ from numpy.typing import NDArray
 
 from flyte_ddp.checks.forms import require_form
 from flyte_ddp.datasets import columns
-from flyte_ddp.datasets.preprocessing import PREPROCESSING, TABLE, require_two_arguments
+from flyte_ddp.datasets.preprocessing import TABLE, require_two_arguments
 from flyte_ddp.datasets.rows import order_columns, take_rows
 from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays, convert_inputs, convert_new_inputs, convert_ragged
 from flyte_ddp.datasets.table import Table, make_table, prepare_copy, read_rows
 from flyte_ddp.errors import UserError
-from flyte_ddp.models.sidecar import FITTED, read_model_json
+from flyte_ddp.models.sidecar import LeavesInput, Sidecar, read_model_json
 from flyte_ddp.samples.leaves import Leaves, form_of, map_leaves, name_leaves, restore_leaves
 from flyte_ddp.user_code.callables import load_callable
 from flyte_ddp.user_code.source import translate_user_errors
 from flyte_ddp.user_code.stored import StoredSpec, import_stored_module
+
+FITTED = {"pickle": str, "sha256": str, "releases": str, "rows?": list, "columns?": {str: list}}  # a form
 
 
 class StoredUnpickler(pickle.Unpickler):
@@ -61,7 +63,7 @@ class Preprocessing:
 
     fitted: Any
     packed: Mapping[str, Any]  # as in model.json
-    takes: Mapping[str, Any]  # the model's input, as in model.json
+    types: Mapping[str, str]  # of the model's inputs, by the leaf's name
 
     @property
     def where(self) -> str:
@@ -143,30 +145,28 @@ class Preprocessing:
         return columns.order_frames(f"{self.where}: inputs", given, self.packed["columns"])
 
     def _cast(self, inputs: Leaves) -> Leaves:
-        types = {name: leaf["dtype"] for name, leaf in self.takes.get("leaves", {}).items()}
-        named = {name: cast_leaf(leaf, types.get(name, "")) for name, leaf in name_leaves(inputs).items()}
+        named = {name: cast_leaf(leaf, self.types.get(name, "")) for name, leaf in name_leaves(inputs).items()}
         return restore_leaves(form_of(inputs), named)
 
 
-def load_preprocessing(model_json: Path | str | Mapping[str, Any]) -> Preprocessing:
+def load_preprocessing(model_json: Path | str | Sidecar) -> Preprocessing:
     """Return a model's fitted object, with the user's code that makes inputs of rows.
 
     Unpickles the object, and imports the user's code at the first use, so trust ``model.json`` as you trust code. Needs
     no torch, unless the module of the user's Table imports torch.
 
     Args:
-        model_json: The path of the file, or its content, as ``load_model`` and ``load_champion`` return it.
+        model_json: The path of the file, or the sidecar that ``load_model`` or ``load_champion`` has returned.
 
     Raises:
         UserError: The file cannot be read or is damaged, the model has no preprocessing, or the object cannot be
             unpickled here.
     """
-    sidecar = model_json if isinstance(model_json, Mapping) else read_model_json(Path(model_json))
-    if not (packed := sidecar.get(PREPROCESSING)):
+    sidecar = model_json if isinstance(model_json, Sidecar) else read_model_json(Path(model_json))
+    if not (packed := sidecar.preprocessing):
         fix = "derive the data set from flyte_ddp.Table and train again, or predict a dataset"
         raise UserError(f"the model has no preprocessing; {fix}")
-    by_table = isinstance(packed, Mapping) and TABLE in packed
-    form = FITTED | ({TABLE: str, "rows": list} if by_table else {"prepare": str})
+    form = FITTED | ({TABLE: str, "rows": list} if TABLE in packed else {"prepare": str})
     require_form(packed, form, "the preprocessing in model.json is damaged, so copy the file from the run again")
     try:
         content = base64.b64decode(packed["pickle"])
@@ -181,10 +181,11 @@ def load_preprocessing(model_json: Path | str | Mapping[str, Any]) -> Preprocess
             f"the preprocessing in model.json cannot be read here ({type(error).__name__}: {error}); it was saved with "
             f"{packed['releases']}, and needs the modules that define its objects"
         ) from error
-    return Preprocessing(fitted, packed, sidecar.get("input", {}))
+    leaves = sidecar.input.leaves if isinstance(sidecar.input, LeavesInput) else {}
+    return Preprocessing(fitted, packed, {name: leaf.dtype for name, leaf in leaves.items()})
 
 
-def read_new_rows(sidecar: Mapping[str, Any], source: Any) -> tuple[Leaves, NDArray[np.str_] | None]:
+def read_new_rows(sidecar: Sidecar, source: Any) -> tuple[Leaves, NDArray[np.str_] | None]:
     """Return the inputs [N, ...] of new rows in the model's types, and the rows' ids, or None without ids.
 
     Unpickles the model's preprocessing and calls the user's code, so trust ``model.json`` as you trust code. ``source``
@@ -203,7 +204,7 @@ def read_new_rows(sidecar: Mapping[str, Any], source: Any) -> tuple[Leaves, NDAr
     return new.inputs, new.ids
 
 
-def make_model_inputs(sidecar: Mapping[str, Any], data: SampleArrays) -> SampleArrays:
+def make_model_inputs(sidecar: Sidecar, data: SampleArrays) -> SampleArrays:
     """Return a data set whose inputs of the test split are made by the model's preprocessing. May run the user's code.
 
     The training inputs of the result are the test inputs, too. Returns ``data`` if the same preprocessing made the
@@ -212,7 +213,7 @@ def make_model_inputs(sidecar: Mapping[str, Any], data: SampleArrays) -> SampleA
     Raises:
         UserError: Another fit made the inputs, and the data set has no rows. The user's code raises.
     """
-    mine, theirs = sidecar.get(PREPROCESSING) or {}, data.preprocessing
+    mine, theirs = sidecar.preprocessing, data.preprocessing
     by_table = TABLE in mine and bool(data.rows)
     same = [mine.get(key) for key in ("sha256", TABLE)] == [theirs.get(key) for key in ("sha256", TABLE)]
     if same and not (by_table and isinstance(mine[TABLE], StoredSpec)):

@@ -19,7 +19,6 @@ from PIL import Image
 from torch import Tensor
 
 from flyte_ddp.datasets import open_prepared
-from flyte_ddp.datasets.preprocessing import PREPROCESSING
 from flyte_ddp.datasets.rows import MISSING
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
@@ -186,9 +185,7 @@ class Predictor:
         self.samples += samples
         if not decoded:
             return truths
-        with translate_user_errors(
-            f"model {self.model.sidecar['model']!r} on samples {batch.ids[0]} to {batch.ids[-1]}"
-        ):
+        with translate_user_errors(f"model {self.model.sidecar.model!r} on samples {batch.ids[0]} to {batch.ids[-1]}"):
             outputs = self.model.compute_outputs(batch.inputs)
         undefined = find_undefined_rows(outputs, len(decoded))
         self.undefined += [batch.ids[place] for place in compress(decoded, undefined)]
@@ -230,7 +227,7 @@ class Predictor:
         if self.ranking:
             chosen = np.argsort([-score for _, _, score in facts.values()], kind="stable")[:PICTURES]  # NaN last
         images = images_from_inputs(batch.inputs[chosen], spec) if isinstance(spec, InputSpec) else repeat(None)
-        columns = self.model.sidecar.get(PREPROCESSING, {}).get("columns", {})
+        columns = self.model.sidecar.preprocessing.get("columns", {})
         inputs = list_inputs(batch.inputs, columns, batch.rows)
         places = [*facts]
         for at, image in zip(chosen.tolist(), images, strict=False):
@@ -289,7 +286,7 @@ def images_from_inputs(inputs: Tensor, spec: InputSpec) -> Iterator[NDArray[np.u
 
 def own_decoding(sidecar_path: Path) -> str:
     """Return the hyperparameter ``sample`` of a model's training, or "" if the training had none."""
-    return str(read_model_json(sidecar_path).get("hyperparameters", {}).get("sample", ""))
+    return str(read_model_json(sidecar_path).hyperparameters.get("sample", ""))
 
 
 def mask_folder(table: Path) -> Path:
@@ -339,7 +336,7 @@ def find_answers(
     ``targets`` show which outputs are padding, unless None. With ``top_classes`` the answers are this many likeliest
     classes of each sample, otherwise a column for each class. Raises UserError if the objective has no columns.
     """
-    objective, where = model.objective, model.sidecar.get("objective", "classification")
+    objective, where = model.objective, model.sidecar.objective
     shown = outputs if targets is None else objective.hide_padding(outputs, targets)
     given = {**(objective.top_answers(shown, top_classes) if top_classes else objective.answers(shown))}
     if not given:

@@ -28,13 +28,13 @@ from flyte_ddp.loading.split import Split
 from flyte_ddp.lookahead import map_in_threads
 from flyte_ddp.machine.resources import count_cores
 from flyte_ddp.models import artifacts
-from flyte_ddp.models.inputs import MIDDLE, InputSpec, LeavesSpec, ModelInput, explain_model_errors, prepare_inputs
+from flyte_ddp.models.inputs import InputSpec, LeavesSpec, ModelInput, explain_model_errors, prepare_inputs
+from flyte_ddp.models.sidecar import MIDDLE
 from flyte_ddp.objectives import objective_of_sidecar
 from flyte_ddp.objectives.objective import convert_outputs, map_floats
 from flyte_ddp.predict.new_rows import cast_leaf, make_model_inputs
 from flyte_ddp.samples.leaves import Leaves, call_with_leaves, form_of, name_leaves, restore_leaves
 from flyte_ddp.settings import Settings
-from flyte_ddp.text.formatting import describe_input
 
 WHOLE_NUMBERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 BATCH_SIZE = 500  # images in memory at a time, by default
@@ -53,14 +53,12 @@ class SavedModel:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.module, self.sidecar = artifacts.load_model(weights, sidecar, self.device)
         self.settings, self.threads = settings, settings.loaders or count_cores()
-        self.digest = str(self.sidecar["digests"]["weights"])  # SHA-256 of model.pt
-        self.classes = [str(name) for name in self.sidecar["classes"]]
+        self.digest = self.sidecar.digests.weights  # SHA-256 of model.pt
+        self.classes = [*self.sidecar.classes]
         self.order: list[int] | None = None  # the place of each class in the module's outputs; None: the same order
         self.objective = objective_of_sidecar(self.sidecar)
-        self.spec = artifacts.parse_input_spec(self.sidecar)
-        self.hyperparameters: dict[str, Any] = self.sidecar.get(
-            "hyperparameters", {}
-        )  # the hyperparameters of the training
+        self.spec = artifacts.parse_input_spec(self.sidecar.input)
+        self.hyperparameters = self.sidecar.hyperparameters  # of the training
         self.collate, self.seed = (
             str(self.hyperparameters.get("collate", STACKED)),
             int(self.hyperparameters.get("seed", 0)),
@@ -71,8 +69,8 @@ class SavedModel:
         self.batch_size = evaluated if isinstance(self.spec, LeavesSpec) else BATCH_SIZE
 
     def unfit_data_error(self, what: str) -> UserError:
-        takes = describe_input(self.sidecar["input"])
-        return UserError(f"{what}, but the model accepts {takes}; give data like the training data")
+        accepted = self.sidecar.input.describe()
+        return UserError(f"{what}, but the model accepts {accepted}; give data like the training data")
 
     def takes(self, found: ModelInput) -> bool:
         if isinstance(self.spec, InputSpec):
@@ -90,7 +88,7 @@ class SavedModel:
         The columns of classes are in the order of ``classes``. Raises UserError if the model does not accept the
         inputs.
         """
-        with torch.no_grad(), explain_model_errors(str(self.sidecar["model"]), self.module, inputs):
+        with torch.no_grad(), explain_model_errors(self.sidecar.model, self.module, inputs):
             outputs = convert_outputs(call_with_leaves(self.module, inputs), torch.float32)
         if self.order is None:
             return outputs
@@ -139,7 +137,7 @@ def read_folder_batches(
     spec = model.spec
     if not isinstance(spec, InputSpec) or spec.channels not in (1, 3):
         raise model.unfit_data_error(f"images={folder}: has images of 1 or 3 channels")
-    middle = model.sidecar["input"].get("crop") == MIDDLE
+    middle = getattr(model.sidecar.input, "crop", "") == MIDDLE
 
     def read_input(path: Path) -> Tensor | DecodingError:
         try:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flyte_ddp.datasets.preprocessing import NUMBERED, PREPROCESSING
+from flyte_ddp.datasets.preprocessing import NUMBERED
 from flyte_ddp.datasets.rows import MISSING
 from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.datasets.table import name_targets, number_names
@@ -82,7 +82,7 @@ def name_new_targets(model: SavedModel, targets: Any, table: str) -> tuple[Any, 
     values, classes = np.asarray(targets), tuple(model.classes)
     if values.ndim != 1 or not classes:
         return np.ascontiguousarray(values, dtype=np.float32), classes
-    declared = classes if model.sidecar[PREPROCESSING].get(NUMBERED) else ()
+    declared = classes if model.sidecar.preprocessing.get(NUMBERED) else ()
     named = name_targets(values, declared, table)
     if unknown := sorted({*named.tolist()}.difference(classes, [MISSING])):
         raise UserError(f"{table}: the target {unknown[0]!r} is not a class of the model ({join_first(classes)})")

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flyte_ddp.checks.arrays import read_arrays
-from flyte_ddp.datasets.preprocessing import PREPROCESSING
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
 from flyte_ddp.models.inputs import InputSpec
@@ -49,7 +48,7 @@ def describe_batch(
         given = name_leaves(without_mask)
         leaves = {name: given[name].cpu() for name, _ in spec.leaves if isinstance(given[name], Tensor)}
         found, shapes = {}, {name: leaf.shape for name, leaf in spec.leaves}
-        columns = model.sidecar.get(PREPROCESSING, {}).get("columns", {})  # of frames
+        columns = model.sidecar.preprocessing.get("columns", {})  # of frames
         for name, leaf in leaves.items():
             varies = shapes[name][:1] == (None,)
             found |= describe_leaf(f"input {name}".rstrip(), leaf, columns.get(name, ()), varies=varies)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +14,7 @@ from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.samples import Floats, find_changes
 from flyte_ddp.release.scores import has_formula, has_pseudo_values, is_higher_better, name_scores, score_parts
 from flyte_ddp.release.statistics import NUMBERS, POINTS, Pair, compare_scores, correct_p_values, lower_bound_of_mean
-from flyte_ddp.release.task import POSITIVE, is_reordered
+from flyte_ddp.release.task import Task, is_reordered
 from flyte_ddp.release.verdict import Check
 from flyte_ddp.text.formatting import format_count, format_measure, format_p_value, join_first, name_measure
 
@@ -53,17 +52,17 @@ def is_decision(objective: Objective) -> bool:
     return objective.main_measure not in RANKINGS or objective.facts.threshold is not None
 
 
-def check_same_task(challenger: Mapping[str, Any], champion: Mapping[str, Any]) -> Check:
+def check_same_task(challenger: Task, champion: Task) -> Check:
     """Return the Check that users of the champion can use the challenger without a change.
 
-    Both arguments are results of :func:`read_task`. The order of the classes may differ if the objective's outputs can
-    be reordered, and neither task has a positive class. The reason names the first fact that changed.
+    The order of the classes may differ if the objective's outputs can be reordered, and neither task has a positive
+    class. The reason names the first fact that changed.
     """
-    same = {"classes", POSITIVE} if is_reordered(challenger, champion) else {POSITIVE}
-    changed = next((name for name, value in challenger.items() if name not in same and champion[name] != value), "")
+    same = {"classes", "positive class"} if is_reordered(challenger, champion) else {"positive class"}
+    changed = next((name for name in challenger.list_changes(champion) if name not in same), "")
     reason = f"the {changed} changed, so users of the model must change, too; promote it by hand" if changed else ""
     if changed == "classes":
-        names = (join_first(map(str, each["classes"])) for each in (champion, challenger))
+        names = (join_first(each.classes) for each in (champion, challenger))
         reason = f"the classes changed from {next(names)} to {next(names)}; restore the names, or promote it by hand"
     shown = f"another {changed}" if changed else "the same"
     return Check("objective, classes and input", not changed, shown=shown, rule="the same", reason=reason)

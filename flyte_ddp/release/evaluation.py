@@ -148,7 +148,7 @@ def evaluate_split(model: SavedModel, data: PreparedSet, *, describe: bool = Fal
             if not any(batch.decoded):
                 continue
             outputs = model.compute_outputs(batch.inputs)
-            model.objective.check_outputs(str(model.sidecar["model"]), outputs, targets)
+            model.objective.check_outputs(model.sidecar.model, outputs, targets)
             yield outputs, targets, sum(batch.decoded)
             if describe and not failures:
                 try:

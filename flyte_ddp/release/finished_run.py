@@ -10,8 +10,8 @@ from flyte_ddp import storage
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import SIDECAR, WEIGHTS, replace_file
+from flyte_ddp.models.sidecar import parse_sidecar
 from flyte_ddp.pods.platforms import is_in_pod
-from flyte_ddp.release.registry import DAMAGED
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,13 @@ class FinishedRun:
         if is_in_pod() and "://" not in address:
             fix = "copy the folder to object storage, and give its address, such as s3://bucket/runs/NAME"
             raise UserError(f"run={address!r}: is a folder of your machine, which pods cannot reach; {fix}")
-        content = read_run_file(address, SIDECAR, storage.read_file)
+        sidecar = parse_sidecar(read_run_file(address, SIDECAR, storage.read_file), f"run={address!r}: {SIDECAR}")
         try:
-            sidecar = json.loads(content)
-            hp, digests = json.dumps(sidecar["hyperparameters"]), sidecar["digests"]
-            return cls(address, Hyperparameters.from_json(hp), str(digests["data"]), str(digests["weights"]))
+            hp = Hyperparameters.from_json(json.dumps(sidecar.hyperparameters))
         except UserError as error:
             problem = f"{SIDECAR} has a hyperparameter that this release of flyte-ddp rejects: {error.message}"
-        except DAMAGED:
-            problem = f"{SIDECAR} is damaged, or was not written by flyte-ddp"
-        raise UserError(f"run={address!r}: {problem}; give the folder of another run, or train again")
+            raise UserError(f"run={address!r}: {problem}; give the folder of another run, or train again") from None
+        return cls(address, hp, sidecar.digests.data, sidecar.digests.weights)
 
     def check_weights(self) -> None:
         """Raise UserError if model.pt cannot be read, or the SHA-256 is not the sidecar's. Reads the whole file."""

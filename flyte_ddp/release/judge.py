@@ -1,6 +1,5 @@
 """Judges a model: evaluates challenger and champion on the same test split, and returns a verdict."""
 
-import json
 import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
@@ -8,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,14 +17,13 @@ from flyte_ddp.datasets.prepared_folder import TEST_DIGEST, read_description
 from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.export.exporting import Comparison, export_model
 from flyte_ddp.export.graphs import NotExportedError
-from flyte_ddp.files import SIDECAR
 from flyte_ddp.objectives import Multilabel
 from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.progress import Progress
 from flyte_ddp.release import checks, statistics
 from flyte_ddp.release.evaluation import Evaluation, evaluate_split
 from flyte_ddp.release.policy import LEAVE_OUT, NOT_WORSE, OFF, REQUIRED, Policy
-from flyte_ddp.release.promotion import REFERENCE, VERDICT, download_version
+from flyte_ddp.release.promotion import REFERENCE, download_version, read_stored_sidecar, read_verdict
 from flyte_ddp.release.registry import Entry, Registry, replay_promotions
 from flyte_ddp.release.samples import (
     SAMPLES,
@@ -39,7 +36,7 @@ from flyte_ddp.release.samples import (
 )
 from flyte_ddp.release.scores import is_higher_better
 from flyte_ddp.release.slices import group_by_slice
-from flyte_ddp.release.task import has_same_fit, read_task
+from flyte_ddp.release.task import Task, has_same_fit
 from flyte_ddp.release.verdict import KEPT, NO_COMPARISON, PROMOTED, Check, Verdict
 from flyte_ddp.settings import Settings
 from flyte_ddp.text.formatting import format_count, format_measure, name_measure
@@ -187,7 +184,9 @@ def decide_promotion(judgement: Judgement) -> Decision:
     verdict, unchanged = judgement.verdict, (KEPT, "this model has the champion's weights")
     is_champion = verdict.champion == model.digest
     if judgement.may_promote and is_champion and before is not None:
-        same = has_same_fit(model.sidecar, read_sidecar(registry, before))
+        same = has_same_fit(
+            model.sidecar, read_stored_sidecar(registry, registry.read_version(before.version, before.manifest))
+        )
         other = (
             NO_COMPARISON,
             "this model has the champion's weights and other preprocessing; train with another seed",
@@ -246,7 +245,7 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, before: Entry)
     """
     policy, model, verdict = judgement.policy, judgement.model, judgement.verdict
     champion, theirs = evaluate_stored(judgement, before.version, before.manifest)
-    same = checks.check_same_task(read_task(model.sidecar), read_task(champion.sidecar))
+    same = checks.check_same_task(Task.from_sidecar(model.sidecar), Task.from_sidecar(champion.sidecar))
     verdict.checks.append(same)
     if theirs is None:
         return KEPT, same.reason
@@ -314,11 +313,11 @@ def question_champion(
     """
     registry, verdict = judgement.registry, judgement.verdict
     version = registry.read_version(before.version, before.manifest)
-    released = Verdict.from_json(registry.read_version_file(version, VERDICT))
+    released = read_verdict(registry, version) or Verdict()
     verdict.champion_score, known = theirs.score, released.measure == verdict.measure and released.samples > 0
     if known:
         verdict.champion_at_release = released.challenger_score
-    added, weights = list[Check | None](), [model.sidecar.get("class_weights") for model in (champion, judgement.model)]
+    added, weights = list[Check | None](), [model.sidecar.class_weights for model in (champion, judgement.model)]
     if judged is not None and (theirs.classifies or weights[0] == weights[1]):
         then, now = match_once(judged.tested, judgement.tested)
         answers = judged.answers[then], list_answers(theirs)[now]
@@ -428,7 +427,7 @@ def evaluate_stored(judgement: Judgement, version: str, manifest: str = "") -> t
         with tempfile.TemporaryDirectory() as folder:
             files = download_version(judgement.registry, version, Path(folder), manifest)
             model = SavedModel(*files, challenger.settings, challenger.bad_samples)
-        if not checks.check_same_task(read_task(challenger.sidecar), read_task(model.sidecar)).passed:
+        if not checks.check_same_task(Task.from_sidecar(challenger.sidecar), Task.from_sidecar(model.sidecar)).passed:
             return model, None
         threshold = model.objective.facts.threshold
         if model.classes != challenger.classes:
@@ -444,11 +443,6 @@ def evaluate_stored(judgement: Judgement, version: str, manifest: str = "") -> t
     if not found.finite.all():
         raise UserError(f"version {version[:12]} cannot be evaluated: its outputs contain NaN or infinity")
     return model, found
-
-
-def read_sidecar(registry: Registry, entry: Entry) -> dict[str, Any]:
-    version = registry.read_version(entry.version, entry.manifest)
-    return dict(json.loads(registry.read_version_file(version, SIDECAR)))
 
 
 def describe_model_error(error: Exception) -> str:

@@ -1,6 +1,5 @@
 """Describes models, versions and histories of a registry as lines of text for a terminal."""
 
-import json
 import textwrap
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,16 +8,12 @@ from functools import partial
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.files import SIDECAR
-from flyte_ddp.release.promotion import VERDICT, find_champion
+from flyte_ddp.release.promotion import find_champion, read_stored_sidecar, read_verdict
 from flyte_ddp.release.registry import (
-    DAMAGED,
     READERS,
     ROLLBACK,
     Entry,
     Registry,
-    Version,
-    damaged_file_error,
     list_models,
     replay_promotions,
 )
@@ -68,19 +63,17 @@ def describe_version(registry: Registry, version: str = "") -> list[str]:
     history = registry.read_log()
     entries = [entry for entry in history if entry.version == name]
     found = registry.read_version(name, entries[-1].manifest if entries else "")
-    verdict, sidecar = read_verdict(registry, found), json.loads(registry.read_version_file(found, SIDECAR))
-    trained, metrics = sidecar.get("hyperparameters", {}), sidecar.get("metrics", {})
-    defaults = Hyperparameters().to_dict()
-    measures = {key.removeprefix("test_"): value for key, value in metrics.items() if key.startswith("test_")}
+    verdict, sidecar = read_verdict(registry, found), read_stored_sidecar(registry, found)
+    trained, measures, defaults = sidecar.hyperparameters, sidecar.metrics.test, Hyperparameters().to_dict()
     facts = [
         ("version", f"{name} of {registry.name}"),
         ("state", describe_state(name, history, verdict)),
         *(("log", describe_entry(entry, history)) for entry in entries),
         *describe_verdict(verdict),
         ("measures", ", ".join(f"{name_measure(key)} {format_measure(key, value)}" for key, value in measures.items())),
-        ("trained on", f"{trained.get('dataset', NONE)}, data {sidecar.get('digests', {}).get('data', NONE)[:DIGITS]}"),
+        ("trained on", f"{trained.get('dataset', NONE)}, data {(sidecar.digests.data or NONE)[:DIGITS]}"),
         ("with", ", ".join(f"{key}={value}" for key, value in trained.items() if value != defaults.get(key))),
-        ("releases", ", ".join(f"{key} {value}" for key, value in sidecar.get("versions", {}).items())),
+        ("releases", ", ".join(f"{key} {value}" for key, value in sidecar.versions.items())),
         ("folder", registry.at(found.folder)),
     ]
     lines = [*format_table((), [fact for fact in facts if fact[1]])]
@@ -186,20 +179,6 @@ def describe_check(check: Check) -> tuple[str, str, str]:
     result = ("passes" if check.passed else "fails") if check.rule or not check.passed else ""
     limit = f" (must be: {check.rule})" if check.rule else ""
     return check.name, result, f"{check.shown}{limit}{'' if check.passed else f': {check.reason}'}"
-
-
-def read_verdict(registry: Registry, version: Version) -> Verdict | None:
-    """Return the verdict that is stored with a version, or None if the version stores no verdict.
-
-    Raises UserError if the file is missing, damaged or was altered.
-    """
-    if VERDICT not in version.files:
-        return None
-    content = registry.read_version_file(version, VERDICT)
-    try:
-        return Verdict.from_json(content)
-    except DAMAGED:
-        raise damaged_file_error(registry.file_address(version, VERDICT)) from None
 
 
 def format_score(verdict: Verdict | None) -> str:

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.datasets.preprocessing import PREPROCESSING
 from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.objectives import Classification
 from flyte_ddp.objectives.classification import count_confusions
@@ -135,7 +134,7 @@ def read_test_samples(
     Other samples have None as image, and texts of inputs by column. Reads the split up to the last place.
     """
     model, found, start = judgement.model, dict[int, tuple[NDArray[np.uint8] | None, dict[str, str]]](), 0
-    columns = model.sidecar.get(PREPROCESSING, {}).get("columns", {})
+    columns = model.sidecar.preprocessing.get("columns", {})
     with closing(read_test_split(model, judgement.split)) as batches:
         for batch in batches:
             if start > max(wanted, default=-1):

@@ -4,25 +4,26 @@ Every function raises UserError if the registry cannot be read or written, or if
 appends to the log first reads the whole log, and tests the storage with a small file.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from flyte_ddp.datasets.preprocessing import PREPROCESSING
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import SIDECAR, WEIGHTS, file_digest
+from flyte_ddp.models.sidecar import Sidecar, parse_sidecar, read_sidecar
 from flyte_ddp.release.registry import (
+    DAMAGED,
     PROMOTE,
     ROLLBACK,
     Entry,
     LostError,
     Registry,
     Version,
+    damaged_file_error,
     replay_promotions,
 )
-from flyte_ddp.release.task import POSITIVE, has_same_fit, read_task
+from flyte_ddp.release.task import Task, has_same_fit
 from flyte_ddp.release.verdict import Released, Verdict
 from flyte_ddp.validation.profile import DataProfile
 
@@ -53,13 +54,15 @@ def store_version(
         raise UserError(f"verdict: is about version {verdict.challenger[:12]}, not {name[:12]}; give the judged files")
     stored = registry.find_version(name)
     if stored is not None:
-        contents = sidecar.read_bytes(), registry.read_version_file(stored, SIDECAR)
-        sidecars = [*map(json.loads, contents)]
-        own, other = (
-            {"model": each["model"], "threshold": each.get("threshold"), **read_task(each)} for each in sidecars
-        )
-        changed = [field for field, value in own.items() if field != POSITIVE and other[field] != value]
-        if changed := changed + [PREPROCESSING] * (not has_same_fit(*sidecars)):
+        new, old = read_sidecar(sidecar), read_stored_sidecar(registry, stored)
+        differs = {
+            "model": new.model != old.model,
+            "threshold": new.threshold != old.threshold,
+            **dict.fromkeys(Task.from_sidecar(new).list_changes(Task.from_sidecar(old)), True),
+            "positive class": False,
+            "preprocessing": not has_same_fit(new, old),
+        }
+        if changed := [name for name, is_changed in differs.items() if is_changed]:
             raise UserError(
                 f"version {name[:12]} is already in the registry, with another {changed[0]}; equal weights are the "
                 "same version, so train with another seed"
@@ -176,6 +179,24 @@ def find_champion(registry: Registry) -> Entry:
     return entry
 
 
+def read_stored_sidecar(registry: Registry, version: Version) -> Sidecar:
+    return parse_sidecar(registry.read_version_file(version, SIDECAR), registry.file_address(version, SIDECAR))
+
+
+def read_verdict(registry: Registry, version: Version) -> Verdict | None:
+    """Return the verdict that is stored with a version, or None if the version stores no verdict.
+
+    Raises UserError if the file is missing, damaged or was altered.
+    """
+    if VERDICT not in version.files:
+        return None
+    content = registry.read_version_file(version, VERDICT)
+    try:
+        return Verdict.from_json(content)
+    except DAMAGED:
+        raise damaged_file_error(registry.file_address(version, VERDICT)) from None
+
+
 def read_data_profile(registry: Registry, entry: Entry) -> DataProfile | None:
     """Return the profile of an entry's training data, or None if the version stores no profile.
 
@@ -191,7 +212,7 @@ def read_data_profile(registry: Registry, entry: Entry) -> DataProfile | None:
         raise UserError(f"{PROFILE} of version {version.name[:12]}: is from another release of flyte-ddp") from None
 
 
-def load_champion(address: str, name: str, device: str = "cpu") -> "tuple[nn.Module, dict[str, Any]]":
+def load_champion(address: str, name: str, device: str = "cpu") -> "tuple[nn.Module, Sidecar]":
     """Download the champion, and return the model in evaluation mode on ``device``, and the sidecar.
 
     Runs the code that the sidecar names, so trust the registry as you trust code. Draws random numbers.

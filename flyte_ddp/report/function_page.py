@@ -7,13 +7,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from flyte_ddp import results
+from flyte_ddp.errors import UserError
 from flyte_ddp.files import list_files
 from flyte_ddp.report.figures import BLUE, Series, draw_line_chart
-from flyte_ddp.report.page import Record, RunRecords, encode_as_data_uri, fit_image, render_template
+from flyte_ddp.report.page import RunRecords, encode_as_data_uri, fit_image, render_template
+from flyte_ddp.runs.metrics import FunctionStart, TrainingEnd
+from flyte_ddp.runs.run_folder import METRICS
 from flyte_ddp.text.formatting import format_value
 
 Points = list[tuple[int, float | None]]  # steps and values; None stands for a value that was not finite
-NOT_VALUES = ("kind", "step", "time")  # keys of a record beside the names of its values
 PICTURES = (".png", ".jpg", ".jpeg", ".gif", ".webp")
 SHOWN_PICTURES, PICTURE_SIDE = 24, 256  # the number of newest pictures, and the size in pixels
 
@@ -25,35 +27,34 @@ def render_function_page(folder: Path, name: str, failure: str = "") -> str:
     ``failure`` is the reason if the run has failed. Raises UserError if ``metrics.jsonl`` cannot be read, is damaged,
     or has no start record.
     """
-    found = RunRecords(folder)
-    starts, steps, end = found.starts, found.by_step["record"], found.end
-    points = collect_points(steps)
-    since = starts[-1].get("time")
+    records = RunRecords(folder)
+    start, end = records.attempts[-1].start, records.end
+    if not isinstance(start, FunctionStart) or isinstance(end, TrainingEnd):
+        raise UserError(f"{folder / METRICS} is of a training; give the folder of a user-defined function's run")
+    points = collect_points(records.values)
     return render_template(
         "function.html",
         title=name,
         failure=failure,
         state="Failed" if failure else "Finished" if end else "Running",
-        starts=starts,
-        last_step=end.get("step", max(steps, default=None)),
-        seconds=end["seconds"] if end else None if since is None else max(0.0, time.time() - since),
+        attempts=records.attempts,
+        last_step=end.step if end else max(records.values, default=None),
+        seconds=end.seconds if end else None if start.time is None else max(0.0, time.time() - start.time),
         values=[(value, *describe_points(of)) for value, of in points.items()],
         charts=[(value, chart) for value, of in points.items() if (chart := draw_points(value, of))],
         pictures=[*list_pictures(folder / results.FOLDER)],
         arguments=[
-            (argument, json.dumps(given, ensure_ascii=False))
-            for argument, given in starts[-1].get("hyperparameters", {}).items()
+            (argument, json.dumps(given, ensure_ascii=False)) for argument, given in start.hyperparameters.items()
         ],
     )
 
 
-def collect_points(steps: Mapping[int, Record]) -> dict[str, Points]:
-    """Return the recorded values by name, each with the steps in ascending order. ``steps`` are the records by step."""
+def collect_points(steps: Mapping[int, Mapping[str, float | None]]) -> dict[str, Points]:
+    """Return the recorded values by name, with the steps in ascending order. ``steps`` are the values by step."""
     points: dict[str, Points] = {}
     for step in sorted(steps):
         for name, value in steps[step].items():
-            if name not in NOT_VALUES:
-                points.setdefault(name, []).append((step, value))
+            points.setdefault(name, []).append((step, value))
     return points
 
 

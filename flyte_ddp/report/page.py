@@ -7,18 +7,28 @@ import colorsys
 import functools
 import io
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flyte_ddp.catalog import IGNORED
-from flyte_ddp.checks.forms import COUNT, require_form
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
+from flyte_ddp.runs.metrics import (
+    EvaluationRecord,
+    FunctionEnd,
+    MetricsRecord,
+    RestartRecord,
+    StartRecord,
+    TrainingEnd,
+    TrainRecord,
+    ValuesRecord,
+    read_metrics,
+)
 from flyte_ddp.runs.run_folder import METRICS
 from flyte_ddp.text import formatting
-from flyte_ddp.text.json_lines import read_records
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -26,47 +36,56 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL.Image import Image
 
-Record = dict[str, Any]
-STEPS = {"kind": str, "step": COUNT, "time?": float}
-STEP = {"kind?": str, "step?": COUNT, "time?": float, "resumed_after_step?": (COUNT, None), "reason?": str}
-
 TEMPLATES = Path(__file__).with_name("templates")
 # Colours of classes, for masks in reports and for files of predicted masks.
 FIRST_COLORS = "#4c566a #2e9e6b #e07b39 #3b6fd4 #c9428c #d9b310 #7a4fc4 #23a5b8 #b5453b #86a02c".split()  # noqa: SIM905
 GREY = 220  # of ignored pixels
 
 
+@dataclass
+class Attempt:
+    """The start of an attempt, and the reasons of restarts in place after this start."""
+
+    start: StartRecord
+    restarts: list[str] = field(default_factory=list)
+
+
 class RunRecords:
     """The records of ``metrics.jsonl`` of the last attempt, and of earlier attempts up to the last resumed checkpoint.
 
-    Later records of earlier attempts are dropped. The constructor raises UserError if the file cannot be read, is
-    damaged, or has no start record.
+    Later records of earlier attempts are dropped. If a step has several records of a kind, the newest values count. The
+    constructor raises UserError if the file cannot be read, is damaged, or has no start record.
     """
 
     def __init__(self, folder: Path) -> None:
         path = folder / METRICS
-        self.starts: list[Record] = []  # of all attempts, oldest first
-        self.end: Record = {}  # empty: the last attempt has not finished
-        self.by_step: dict[str, dict[int, Record]] = {"train": {}, "evaluation": {}, "record": {}}  # by their kind
-        for record in read_records(path):
-            kind = record.get("kind")
-            require_form(record, STEPS if kind in ("train", "evaluation", "record") else STEP, f"{path} is damaged")
-            if kind == "start":
-                self.starts.append(record)
-                self.end = {}
-                if (checkpoint := record.get("resumed_after_step")) is not None:
-                    for steps in self.by_step.values():
-                        for step in [step for step in steps if step > checkpoint]:
-                            del steps[step]
-            elif kind == "restart" and self.starts:  # a restart in place belongs to the last start
-                self.starts[-1].setdefault("restarts", []).append(record.get("reason", ""))
-            elif kind == "end":
-                self.end = record
-            elif kind in self.by_step:
-                # If a value was recorded twice in a step, perhaps by an earlier attempt, the newest record counts.
-                self.by_step[kind].setdefault(record["step"], {}).update(record)
-        if not self.starts:
+        self.attempts: list[Attempt] = []  # oldest first
+        self.end: TrainingEnd | FunctionEnd | None = None  # None: the last attempt has not finished
+        self.train: dict[int, TrainRecord] = {}  # by step, as the next two
+        self.evaluations: dict[int, EvaluationRecord] = {}
+        self.values: dict[int, dict[str, float | None]] = {}  # that a user-defined function has recorded, by name
+        for record in read_metrics(path):
+            self._add_record(record)
+        if not self.attempts:
             raise UserError(f"{path} has no start record: give the folder of a run that has started")
+
+    def _add_record(self, record: MetricsRecord) -> None:
+        if isinstance(record, StartRecord):
+            self.attempts.append(Attempt(record))
+            self.end, checkpoint = None, record.resumed_after_step
+            for steps in (self.train, self.evaluations, self.values):
+                for step in [step for step in steps if checkpoint is not None and step > checkpoint]:
+                    del steps[step]
+        elif isinstance(record, RestartRecord) and self.attempts:
+            self.attempts[-1].restarts.append(record.reason)
+        elif isinstance(record, (TrainingEnd, FunctionEnd)):
+            self.end = record
+        elif isinstance(record, TrainRecord):
+            self.train[record.step] = record
+        elif isinstance(record, EvaluationRecord):
+            self.evaluations[record.step] = record
+        elif isinstance(record, ValuesRecord):
+            self.values.setdefault(record.step, {}).update(record.values)
 
 
 @functools.cache

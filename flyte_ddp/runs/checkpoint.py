@@ -13,14 +13,14 @@ import re
 import shutil
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, BinaryIO, Self, TypeVar, get_origin, get_type_hints
+from typing import Any, BinaryIO, Self, TypeVar
 
 from flyte_ddp import results
-from flyte_ddp.checks.forms import COUNT, require_form
-from flyte_ddp.checks.parsing import parse_json
+from flyte_ddp.checks.parsing import JsonObject, parse_json
+from flyte_ddp.checks.records import Count, JsonRecord
 from flyte_ddp.errors import UserError, print_to_stderr
 from flyte_ddp.files import HashingFile, file_version, replace_file
 from flyte_ddp.settings import read_text
@@ -38,6 +38,7 @@ QUICK_BYTES = 1 << 30  # the SHA-256 of such a file takes a second or two
 GO_ON = "FLYTE_DDP_GO_ON"
 LATEST = 253_402_214_400  # in seconds since 1970: the last day of the year 9999
 FIELD_NAMES = {"num_ranks": "ranks", "threads": "threads of each rank", "channels_last": "channels last"}  # for texts
+State = dict[str, Any]  # of a run: tensors, numbers, texts, and lists and dicts of them
 Result = TypeVar("Result")
 
 
@@ -46,14 +47,14 @@ class UnreadableError(Exception):
 
 
 @dataclass(frozen=True)
-class Identity:
+class Identity(JsonRecord):
     """The identity of a run. Only a run with an equal identity can resume from a checkpoint.
 
     Ranks, devices and precision are not part of the identity, because a change affects only the rounding
     (:class:`Arithmetic`).
     """
 
-    hyperparameters: dict[str, Any]  # without num_ranks
+    hyperparameters: JsonObject  # without num_ranks
     data: str = ""  # digest of the prepared data's content
     code: str = ""  # digest of this library's code
     user_code: str = ""  # digest of the user's code, without the data set's code
@@ -62,7 +63,7 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class Arithmetic:
+class Arithmetic(JsonRecord):
     """The settings that determine rounding. Equal runs with equal settings get the same bits."""
 
     num_ranks: int
@@ -85,31 +86,26 @@ class Arithmetic:
         return "; ".join(words)
 
 
-def list_form(kind: type) -> dict[str, Any]:
-    return {name: get_origin(each) or each for name, each in get_type_hints(kind).items()}
-
-
-HEADER = {
-    "epoch": COUNT,
-    "step": COUNT,
-    "trained_in": [list_form(Arithmetic)],
-    "time": float,
-    "identity": list_form(Identity),
-}
 # Versions of files whose SHA-256 this process has verified.
 verified: set[tuple[int, int, int]] = set()
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """Position, identity and metrics of a checkpoint. The state stays in the file."""
+class Header(JsonRecord):
+    """Position and identity of a checkpoint."""
 
-    path: Path
-    epoch: int  # finished epochs, with evaluation
-    step: int  # finished optimiser steps
+    epoch: Count  # finished epochs, with evaluation
+    step: Count  # finished optimiser steps
     trained_in: tuple[Arithmetic, ...]  # one entry for each change of ranks, devices or precision
     time: float  # when the file was written, in seconds since 1970
     identity: Identity
+
+
+@dataclass(frozen=True)
+class Checkpoint(Header):
+    """Path, header and metrics of a checkpoint. The state stays in the file."""
+
+    path: Path
     metrics: bytes  # of metrics.jsonl up to this step
 
     def describe_resumption(self) -> str:
@@ -149,9 +145,8 @@ def write_checkpoint(checkpoint: Checkpoint, state: Mapping[str, Any]) -> Checkp
     """
     import torch
 
-    values = asdict(checkpoint)
-    header = {name: values[name] for name in ("epoch", "step", "trained_in", "time", "identity")}
-    head = bytearray(json.dumps(header).encode() + b"\n" + checkpoint.metrics)
+    header = Header(**{field.name: getattr(checkpoint, field.name) for field in fields(Header)})
+    head = bytearray(json.dumps(asdict(header)).encode() + b"\n" + checkpoint.metrics)
     with replace_file(checkpoint.path) as file:
         hashing = HashingFile(file)
         # The head comes first, where read_head() finds it.
@@ -199,10 +194,7 @@ def read_checkpoint(path: Path, *, most_bytes: float = math.inf) -> Checkpoint |
                 verify_digest(file)
                 verified.update({version} if version else ())
             header, metrics = read_head(file, with_metrics=most_bytes == math.inf)
-            require_form(header, HEADER, "header")
-            header["identity"] = Identity(**header["identity"])
-            header["trained_in"] = tuple(Arithmetic(**entry) for entry in header["trained_in"])
-            return Checkpoint(path, **header, metrics=metrics)
+            return Checkpoint(**vars(Header.from_json_value(header, "header")), path=path, metrics=metrics)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -230,7 +222,7 @@ def verify_digest(file: BinaryIO) -> None:
         raise UnreadableError("damaged: its content does not match its SHA-256")
 
 
-def read_head(file: BinaryIO, *, with_metrics: bool) -> tuple[dict[str, Any], bytes]:
+def read_head(file: BinaryIO, *, with_metrics: bool) -> tuple[Any, bytes]:
     """Return the header and the metrics of a checkpoint, without torch.
 
     If ``with_metrics`` is False, the metrics are empty. The head has a fixed place, because torch.save numbers tensors
@@ -252,7 +244,7 @@ def read_head(file: BinaryIO, *, with_metrics: bool) -> tuple[dict[str, Any], by
         raise UnreadableError(f"damaged: {error}") from error
 
 
-def load_state(checkpoint: Checkpoint) -> dict[str, Any]:
+def load_state(checkpoint: Checkpoint) -> State:
     """Return the saved state, on the CPU.
 
     Tensors are mapped from the file, so the ranks of a host share memory. While any tensor is kept, the file occupies
@@ -260,7 +252,7 @@ def load_state(checkpoint: Checkpoint) -> dict[str, Any]:
     """
     import torch
 
-    state: dict[str, Any] = torch.load(checkpoint.path, map_location="cpu", mmap=True, weights_only=True)[STATE]
+    state: State = torch.load(checkpoint.path, map_location="cpu", mmap=True, weights_only=True)[STATE]
     return state
 
 

@@ -5,11 +5,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from flyte_ddp.errors import print_to_stderr
 from flyte_ddp.runs import checkpoint
-from flyte_ddp.runs.checkpoint import Arithmetic, Checkpoint, Identity
+from flyte_ddp.runs.checkpoint import Arithmetic, Checkpoint, Identity, State
 from flyte_ddp.runs.run_folder import METRICS
 
 
@@ -20,7 +19,7 @@ class Snapshot:
     epoch: int
     step: int
     metrics_bytes: int  # length of metrics.jsonl at this step
-    values: dict[str, Any]
+    values: State
     trained_in: tuple[Arithmetic, ...] = ()
 
 
@@ -158,7 +157,7 @@ class CheckpointWriter:
             UserError: The file cannot be written.
         """
         epoch, step, trained_in = snapshot.epoch, snapshot.step, snapshot.trained_in
-        new = Checkpoint(path, epoch, step, trained_in, time.time(), self.identity, metrics)
+        new = Checkpoint(epoch, step, trained_in, time.time(), self.identity, path, metrics)
         self.announce(True)
         try:
             self.newest = checkpoint.write_with_room(

@@ -5,6 +5,7 @@ A trial is an ordinary run, which stops at each rung, and resumes from a checkpo
 
 # No "from __future__ import annotations" here: flytekit derives the types of tasks from real types.
 import json
+import math
 import shutil
 import time
 from collections import Counter
@@ -18,15 +19,30 @@ from typing import Any, List, Optional  # noqa: UP035
 from dataclasses_json import DataClassJsonMixin
 
 from flyte_ddp import storage
+from flyte_ddp.checks.parsing import parse_json
+from flyte_ddp.checks.records import Count, JsonRecord
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import BusyError, OutOfMemoryError, RankError, UnreachableError, UserError
 from flyte_ddp.pods.paths import resolve_folder
 from flyte_ddp.report.report import Run
 from flyte_ddp.runs.identity import run_name
+from flyte_ddp.runs.metrics import RungResult
 from flyte_ddp.runs.run_folder import RUNG, UNFINISHED, is_finished
 from flyte_ddp.storage import MissingError, UnavailableError
 from flyte_ddp.sweep.space import ETA, Sweep, draw_trials
 from flyte_ddp.text.formatting import format_measure, name_measure
+
+
+@dataclass(frozen=True)
+class Progress(JsonRecord):
+    """The results of a trial at the end of a rung, as they are stored."""
+
+    step: Count  # steps that are done
+    steps: Count  # of the whole run
+    value: float  # of select_by on the validation split
+    higher: bool  # whether higher values are better
+    curve: list[list[float]]  # each evaluation's step and value
+    seconds: float = 0.0  # that this rung took
 
 
 @dataclass(frozen=True)
@@ -66,8 +82,8 @@ def plan_rung(sweep: Sweep, base: Hyperparameters, data_version: str, done: Sequ
         UserError: All trials of a rung have failed, or the hyperparameters' rules reject all trials.
     """
     parts, fingerprint = sweep.list_parts(), data_version.partition("@")[0].removeprefix("datasets/")
-    first = [rung for rung in done if rung.steps_divisor == parts[0]]
-    drawn = draw_trials(sweep, base, {rung.hp: rung.loss for rung in first})
+    first = [each for each in done if each.steps_divisor == parts[0]]
+    drawn = draw_trials(sweep, base, {each.hp: each.loss for each in first})
     if new := drawn[len(first) :]:
         if not sweep.is_adaptive() and (missing := sweep.describe_missing_trials(len(drawn))):
             print(missing, flush=True)
@@ -75,23 +91,23 @@ def plan_rung(sweep: Sweep, base: Hyperparameters, data_version: str, done: Sequ
             TrialResult(number, hp, run_name(hp, fingerprint), parts[0]) for number, hp in enumerate(new, len(first))
         ]
     for steps_divisor, following in pairwise(parts):
-        rungs = [rung for rung in done if rung.steps_divisor == steps_divisor]
-        if not any(rung.steps_divisor == following for rung in done):
-            best = rank_trials(rungs)[: max(1, len(rungs) // ETA)]
-            return [TrialResult(rung.trial, rung.hp, rung.run, following) for rung in best]
+        results = [each for each in done if each.steps_divisor == steps_divisor]
+        if not any(each.steps_divisor == following for each in done):
+            best = rank_trials(results)[: max(1, len(results) // ETA)]
+            return [TrialResult(each.trial, each.hp, each.run, following) for each in best]
     return []
 
 
-def rank_trials(rungs: Sequence[TrialResult]) -> list[TrialResult]:
-    """Return a rung's trials without failed trials, best first. Raises UserError if all trials have failed.
+def rank_trials(results: Sequence[TrialResult]) -> list[TrialResult]:
+    """Return the results of a rung without failed trials, best first. Raises UserError if all trials have failed.
 
-    Equal values are ordered by the number of the trial. ``rungs`` are the results of a rung, at least one.
+    Equal values are ordered by the number of the trial. At least one result is needed.
     """
-    ranked = sorted((rung for rung in rungs if rung.value is not None), key=lambda rung: (rung.loss, rung.trial))
+    ranked = sorted((each for each in results if each.value is not None), key=lambda each: (each.loss, each.trial))
     if not ranked:
-        [(reason, count)] = Counter(rung.failed for rung in rungs).most_common(1)
-        share = name_part(rungs[0].steps_divisor)
-        raise UserError(f"no trial has reached {share} of its steps: {count} of {len(rungs)} failed with: {reason}")
+        [(reason, count)] = Counter(each.failed for each in results).most_common(1)
+        share = name_part(results[0].steps_divisor)
+        raise UserError(f"no trial has reached {share} of its steps: {count} of {len(results)} failed with: {reason}")
     return ranked
 
 
@@ -100,10 +116,10 @@ def name_part(steps_divisor: int) -> str:
 
 
 def pick_winner(done: Sequence[TrialResult]) -> TrialResult:
-    return rank_trials([rung for rung in done if rung.steps_divisor == 1])[0]
+    return rank_trials([each for each in done if each.steps_divisor == 1])[0]
 
 
-def run_rung(rung: TrialResult, results: str, train: Callable[[Path], object]) -> TrialResult:
+def run_rung(trial: TrialResult, results: str, train: Callable[[Path], object]) -> TrialResult:
     """Train a trial up to the end of its rung by ``train(folder)``, and return the trial with results.
 
     If the folder or address ``results`` has the trial's results, nothing is trained. Otherwise the results are printed,
@@ -115,25 +131,36 @@ def run_rung(rung: TrialResult, results: str, train: Callable[[Path], object]) -
         RankError: The machine failed, and a retry may succeed.
         UserError: The results cannot be read or written.
     """
-    address, start = storage.join(results, f"{rung.run}/{rung.steps_divisor}.json"), time.monotonic()
+    address, start = storage.join(results, f"{trial.run}/{trial.steps_divisor}.json"), time.monotonic()
     with suppress(MissingError):
-        return replace(rung, **json.loads(access_result(address, storage.read_file)))
+        return replace(trial, **vars(read_progress(access_result(address, storage.read_file), address)))
     try:
-        found = reach_rung(rung, train)
+        progress = reach_rung(trial, train)
     except (UnreachableError, BusyError):
         raise
     except (UserError, RankError) as error:
         if isinstance(error, RankError) and error.recoverable and not isinstance(error, OutOfMemoryError):
             raise
-        found = {"failed": error.message}
-    found["seconds"] = time.monotonic() - start
-    if not (outcome := found.get("failed")):
-        access_result(address, lambda to: storage.write_file(to, json.dumps(found).encode()))
-        measure = rung.hp.select_by
-        outcome = f"validation {name_measure(measure)} {format_measure(measure, found['value'])}"
-    said = f"trial {rung.trial}, {name_part(rung.steps_divisor)} of its steps: {outcome}"
-    print(said.replace("\N{NO-BREAK SPACE}", " "), flush=True)
-    return replace(rung, **found)
+        result = replace(trial, failed=error.message, seconds=time.monotonic() - start)
+    else:
+        progress = replace(progress, seconds=time.monotonic() - start)
+        content = json.dumps(progress.to_json_value()).encode()
+        access_result(address, lambda to: storage.write_file(to, content))
+        result = replace(trial, **vars(progress))
+    measure = trial.hp.select_by
+    outcome = result.failed or f"validation {name_measure(measure)} {format_measure(measure, result.value)}"
+    text = f"trial {trial.trial}, {name_part(trial.steps_divisor)} of its steps: {outcome}"
+    print(text.replace("\N{NO-BREAK SPACE}", " "), flush=True)
+    return result
+
+
+def read_progress(content: bytes, address: str) -> Progress:
+    """Return a rung's results in the content of a file. Raises UserError if the content is damaged."""
+    where = f"{address} is damaged; delete the file to train this trial again"
+    try:
+        return Progress.from_json_value(parse_json(content), where)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from None
 
 
 def access_result(address: str, action: Callable[[str], Any]) -> Any:
@@ -153,44 +180,45 @@ def access_result(address: str, action: Callable[[str], Any]) -> Any:
         ) from None
 
 
-def reach_rung(rung: TrialResult, train: Callable[[Path], object]) -> dict[str, Any]:
-    """Train a trial up to the end of its rung, and return the results by names of TrialResult's fields.
+def reach_rung(trial: TrialResult, train: Callable[[Path], object]) -> Progress:
+    """Train a trial up to the end of its rung, and return the results.
 
     ``train(folder)`` must stop at the end of the rung. If the run has already passed the rung, trains once more
     under the name ``<run>-<steps_divisor>``. The value at the rung is needed, not a later value. Afterwards the folder
     of this second run is deleted. Raises UserError if the value is not finite.
     """
-    again = f"{rung.run}-{rung.steps_divisor}"
-    for name in (rung.run, again):
+    again = f"{trial.run}-{trial.steps_divisor}"
+    for name in (trial.run, again):
         folder = resolve_folder(name)
         if not is_finished(folder):
             train(folder)
-        found = read_rung(folder, rung.hp)
-        if found["step"] <= -(-found["steps"] // rung.steps_divisor):
+        progress = read_rung(folder, trial.hp)
+        if progress.step <= -(-progress.steps // trial.steps_divisor):
             break
     shutil.rmtree(resolve_folder(again), ignore_errors=True)
-    if found["value"] is None:
-        raise UserError(f"{rung.hp.select_by} is not a finite number on the validation split")
-    return found
+    if math.isnan(progress.value):
+        raise UserError(f"{trial.hp.select_by} is not a finite number on the validation split")
+    return progress
 
 
-def read_rung(folder: Path, hp: Hyperparameters) -> dict[str, Any]:
-    """Return a TrialResult's fields from the folder of a run that is at the end of a rung, or finished.
+def read_rung(folder: Path, hp: Hyperparameters) -> Progress:
+    """Return the results in the folder of a run that is at the end of a rung, or finished.
 
-    The fields are step, steps, value, higher and curve. The value is None if it is not finite. Raises UserError if a
-    file of the run is damaged.
+    The value is NaN if it is not finite. Raises UserError if a file of the run is damaged.
     """
-    name, finished = f"validation_{hp.select_by}", is_finished(folder)
+    finished = is_finished(folder)
     run = Run(folder if finished else folder / UNFINISHED)
-    curve = {each["step"]: each.get(name) for each in run.evaluations}
-    step, value = run.steps, run.kept_evaluation.get(name)
+    curve = {each.step: each.validation.get(hp.select_by) for each in run.evaluations}
+    step, value = run.steps, run.kept_evaluation.validation.get(hp.select_by) if run.kept_evaluation else None
     if not finished:
-        step, value = json.loads((folder / UNFINISHED / RUNG).read_bytes()).values()
+        path = folder / UNFINISHED / RUNG
+        result = RungResult.from_json_value(parse_json(path.read_bytes()), f"{path} is damaged")
+        step, value = result.step, result.value
         curve.setdefault(step, value)
-    return {
-        "step": step,
-        "steps": run.start["steps"],
-        "value": value,
-        "higher": run.measures.get(hp.select_by) == "higher",
-        "curve": [[at, each] for at, each in curve.items() if each is not None],
-    }
+    return Progress(
+        step=step,
+        steps=run.start.steps,
+        value=math.nan if value is None else value,
+        higher=run.measures.get(hp.select_by) == "higher",
+        curve=[[at, each] for at, each in curve.items() if each is not None],
+    )

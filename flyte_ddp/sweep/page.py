@@ -1,10 +1,10 @@
 """The page of a sweep: curves and values of trials, correlations between rungs, and costs."""
 
-import json
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from flyte_ddp.models.sidecar import read_sidecar
 from flyte_ddp.report import figures
 from flyte_ddp.report.page import render_template, write_html
 from flyte_ddp.sweep.halving import TrialResult, name_part, pick_winner
@@ -24,35 +24,34 @@ def write_page(sweep: Sweep, done: Sequence[TrialResult], sidecar: Path, folder:
     Replaces existing files. ``done`` are the results of all rungs. ``sidecar`` is the sidecar of the winner's model,
     with measures on the test split. Raises UserError if no trial has reached the end.
     """
-    last, winner = {rung.trial: rung for rung in done}, pick_winner(done)  # the last rung of each trial
+    last, winner = {each.trial: each for each in done}, pick_winner(done)  # the last result of each trial
     # Trials that came equally far are ordered by value, the best first.
-    ordered = sorted(last.values(), key=lambda rung: (rung.steps_divisor, rung.value is None, rung.loss or 0.0))
-    names = [each.name for each in sweep.list_dimensions()]
-    varied = {rung.trial: [list_values(rung.hp)[name] for name in names] for rung in ordered}
-    measured = [rung.trial for rung in ordered if rung.value is not None]
+    ordered = sorted(last.values(), key=lambda each: (each.steps_divisor, each.value is None, each.loss or 0.0))
+    names = [dimension.name for dimension in sweep.list_dimensions()]
+    varied = {each.trial: [list_values(each.hp)[name] for name in names] for each in ordered}
+    measured = [each.trial for each in ordered if each.value is not None]
     colors = choose_colors(done, measured)
     space = figures.draw_parallel_coordinates(names, [varied[trial] for trial in measured], [*colors.values()])
-    measures = json.loads(sidecar.read_bytes())["metrics"]
-    main, test = next(item for item in measures.items() if item[0].startswith("test_"))
-    measure, one_cycle = name_measure(winner.hp.select_by), any(rung.hp.schedule == "one_cycle" for rung in done)
-    any_failed = any(rung.failed for rung in ordered)
+    main, test = next(iter(read_sidecar(sidecar).metrics.test.items()))
+    measure, one_cycle = name_measure(winner.hp.select_by), any(each.hp.schedule == "one_cycle" for each in done)
+    any_failed = any(each.failed for each in ordered)
     rows = [
         (
-            rung.trial,
-            *map(format_setting, varied[rung.trial]),
-            name_part(rung.steps_divisor),
-            rung.value,
-            format_duration(sum(each.seconds for each in done if each.trial == rung.trial)),
-            *([rung.failed] if any_failed else []),
+            result.trial,
+            *map(format_setting, varied[result.trial]),
+            name_part(result.steps_divisor),
+            result.value,
+            format_duration(sum(each.seconds for each in done if each.trial == result.trial)),
+            *([result.failed] if any_failed else []),
         )
-        for rung in ordered
+        for result in ordered
     ]
     compared = ("Rung", "Next rung", "Trials in both", "Correlation")
     tables = (
         Table("How well early rungs predict", RANKS + MISLEAD * one_cycle, compared, correlate_rungs(sweep, done)),
         Table("All trials", "", ("Trial", *names, "Trained", measure, "Time", *["Failed"] * any_failed), rows),
     )
-    steps = {rung.trial: rung for rung in done if rung.steps}.values()  # unknown for failed rungs
+    reached = {each.trial: each for each in done if each.steps}.values()  # steps are unknown for failed trials
     page = render_template(
         "sweep.html",
         trials=len(last),
@@ -61,10 +60,10 @@ def write_page(sweep: Sweep, done: Sequence[TrialResult], sidecar: Path, folder:
         won={name: format_setting(value) for name, value in zip(names, varied[winner.trial], strict=True)},
         measure=measure,
         value=format_measure(winner.hp.select_by, winner.value),
-        main=name_measure(main.removeprefix("test_")),
-        test=format_measure(main.removeprefix("test_"), test),
-        spent=sum(rung.step for rung in steps),
-        full=sum(rung.steps for rung in steps),
+        main=name_measure(main),
+        test=format_measure(main, test),
+        spent=sum(each.step for each in reached),
+        full=sum(each.steps for each in reached),
         curves=draw_curves(done, measure, colors, "log" if winner.hp.select_by == "loss" else "linear"),
         space=space,
         sections=figures.list_section_values(tables if sweep.rungs > 1 else tables[1:], {}, ()),
@@ -81,7 +80,7 @@ def correlate_rungs(sweep: Sweep, done: Sequence[TrialResult]) -> list[tuple[str
     """
     from scipy.stats import spearmanr
 
-    rows, values = [], {(rung.steps_divisor, rung.trial): rung.value for rung in done if rung.value is not None}
+    rows, values = [], {(each.steps_divisor, each.trial): each.value for each in done if each.value is not None}
     for steps_divisor, following in pairwise(sweep.list_parts()):
         both = [trial for of, trial in values if of == following]
         pairs = [[values[of, trial] for trial in both] for of in (steps_divisor, following)]
@@ -96,7 +95,7 @@ def choose_colors(done: Sequence[TrialResult], trials: Sequence[int]) -> dict[in
 
     The winner is orange, and other trials that were trained to the end are blue.
     """
-    winner, ended = pick_winner(done).trial, {rung.trial for rung in done if rung.steps_divisor == 1}
+    winner, ended = pick_winner(done).trial, {each.trial for each in done if each.steps_divisor == 1}
     behind = [trial for trial in trials if trial not in ended]
     greys = {trial: GREYS[place * len(GREYS) // len(behind)] for place, trial in enumerate(behind)}
     return {
@@ -112,7 +111,7 @@ def draw_curves(done: Sequence[TrialResult], measure: str, colors: Mapping[int, 
     """
     kinds, series = {figures.ORANGE: "winner", figures.BLUE: "trained to the end", GREYS[0]: "stopped earlier"}, []
     for trial, color in colors.items():
-        points = sorted({step: value for rung in done if rung.trial == trial for step, value in rung.curve}.items())
+        points = sorted({step: value for each in done if each.trial == trial for step, value in each.curve}.items())
         if points:
             x, y = zip(*points, strict=True)
             series.append(figures.Series(kinds.pop(color, ""), x, y, color))

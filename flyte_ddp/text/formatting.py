@@ -1,10 +1,9 @@
-"""Format numbers, lists and inputs of models for people."""
+"""Format numbers and lists for people."""
 
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -114,14 +113,3 @@ def join_first(texts: Iterable[str], most: int = 5) -> str:
     """Return the first texts, up to ``most``, separated by commas, with "..." at the end if more texts follow."""
     listed = [*texts]
     return ", ".join(listed[:most]) + (", ..." if len(listed) > most else "")
-
-
-def describe_input(takes: Mapping[str, Any]) -> str:
-    """Return a model's input in words, given ``input`` of a sidecar."""
-    if "leaves" not in takes:
-        return f"{takes['channels']} x {takes['height']} x {takes['width']}"
-    texts = []
-    for name, leaf in takes["leaves"].items():
-        shape = " x ".join("?" if size is None else str(size) for size in leaf["shape"])
-        texts.append(f"{name} {leaf['dtype']} [{shape}]".strip())
-    return ", ".join(texts)

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
+from flyte_ddp.checks.parsing import JsonObject
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import explain_write_errors
 
@@ -57,7 +58,7 @@ class JsonLines(AbstractContextManager["JsonLines"]):
         self.close()
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
+def read_records(path: Path) -> list[JsonObject]:
     """Return the records in a file. Lines that are no JSON objects are skipped.
 
     Raises:
@@ -74,7 +75,7 @@ def format_record(record: Mapping[str, Any]) -> bytes:
     return json.dumps(replace_non_finite(record), allow_nan=False).encode()
 
 
-def parse_records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+def parse_records(lines: Iterable[bytes]) -> Iterator[JsonObject]:
     """Yield the JSON objects in the lines. Skips other lines, for example an incomplete line of a killed writer."""
     for line in lines:
         with suppress(ValueError, RecursionError):

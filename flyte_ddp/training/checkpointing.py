@@ -162,7 +162,7 @@ class Checkpointer(CheckpointWriter):
             snapshot = self.take_snapshot() if self.saves else None
             if snapshot is None or not self.is_resumable(snapshot):
                 return None
-            metrics = complete_metrics(handover.metrics, self.recorder.own, snapshot.epoch, snapshot.step)
+            metrics = complete_metrics(handover.metrics, self.recorder.last_records, snapshot.epoch, snapshot.step)
             path = self.output_folder / checkpoint.FOLDER / handover.name
             self.write_snapshot(snapshot, path, metrics)
         except Exception as error:

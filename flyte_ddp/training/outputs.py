@@ -1,9 +1,8 @@
 """Write a run's model, sidecar, predictions, start and end record of the metrics, and notes for the report."""
 
-import json
 import math
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.inputs import InputSpec
-from flyte_ddp.models.sidecar import FORMAT
+from flyte_ddp.models.sidecar import CLASSIFICATION, Digests, Metrics, Sidecar
 from flyte_ddp.objectives.objective import Objective, convert_outputs, list_floats, mean_losses
 from flyte_ddp.objectives.table_columns import (
     MOST_COLUMNS,
@@ -30,11 +29,12 @@ from flyte_ddp.parallel.batch_norm import has_unsynchronised_batch_norm
 from flyte_ddp.parallel.distributed import hide_process_group, rank, wait_for_all_ranks, world_size
 from flyte_ddp.parallel.dropout import make_dropout_rank_independent
 from flyte_ddp.runs.checkpoint import Arithmetic, Checkpoint, Identity, write_with_room
+from flyte_ddp.runs.metrics import RungResult, TrainingEnd, TrainingStart
 from flyte_ddp.runs.run_folder import PREDICTIONS, RUNG
 from flyte_ddp.runs.work import Work
 from flyte_ddp.samples.leaves import Leaves, call_with_leaves
 from flyte_ddp.text.formatting import join_first
-from flyte_ddp.text.json_lines import replace_non_finite
+from flyte_ddp.text.json_lines import format_record, replace_non_finite
 from flyte_ddp.text.sections import Pictures, encode_sections
 from flyte_ddp.training.evaluate import Evaluation
 from flyte_ddp.training.recording import Recorder, describe_waiting
@@ -54,29 +54,28 @@ def write_start_record(state: TrainingState, recorder: Recorder, *, resumed_from
         return
     hardware, ranks = state.hardware, world_size()
     skipped = state.plan.model.list_seeded_tensors(state.model.state_dict())
-    recorder.log.write(
-        {
-            "kind": "start",
-            "resumed_after_step": resumed_from.step if resumed_from else 0,
-            "hyperparameters": state.plan.hyperparameters.to_dict(),
-            "num_ranks": ranks,
-            "num_nodes": hardware.num_nodes,
-            "device": torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else "cpu",
-            "backend": hardware.backend if ranks > 1 else "none",
-            "strategy": hardware.strategy if ranks > 1 else "none",
-            "precision": hardware.precision,
-            "channels_last": hardware.channels_last,
-            "threads_per_rank": hardware.threads,
-            "parameters": sum(parameter.numel() for parameter in state.model.parameters()),
-            "training_samples": len(state.training),
-            "validation_samples": len(state.validation),
-            "test_samples": len(state.test),
-            "steps": state.total_steps,
-            "classes": list(state.objective.facts.classes),
-            "measures": {name: state.objective.measures[name] for name in state.objective.order_measures()},
-            "loss_unit": state.objective.loss_unit,
-            "init_skipped": skipped,
-        }
+    recorder.write(
+        TrainingStart(
+            resumed_after_step=resumed_from.step if resumed_from else 0,
+            hyperparameters=state.plan.hyperparameters.to_dict(),
+            num_ranks=ranks,
+            num_nodes=hardware.num_nodes,
+            device=torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else "cpu",
+            backend=hardware.backend if ranks > 1 else "none",
+            strategy=hardware.strategy if ranks > 1 else "none",
+            precision=hardware.precision,
+            channels_last=hardware.channels_last,
+            threads_per_rank=hardware.threads,
+            parameters=sum(parameter.numel() for parameter in state.model.parameters()),
+            training_samples=len(state.training),
+            validation_samples=len(state.validation),
+            test_samples=len(state.test),
+            steps=state.total_steps,
+            classes=[*state.objective.facts.classes],
+            measures={name: state.objective.measures[name] for name in state.objective.order_measures()},
+            loss_unit=state.objective.loss_unit,
+            init_skipped=skipped,
+        )
     )
     recorder.progress.print_note(f"ranks: {ranks}, nodes: {hardware.num_nodes}")
     if skipped:
@@ -136,78 +135,71 @@ def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
     if bad:
         what = f"{len(bad):,} samples could not be decoded and were replaced by other samples"
         notes.append(f"{what}: {join_first(sorted(bad))}.")
-    recorder.log.write(
-        {
-            "kind": "end",
-            **test_measures(test),
-            "seconds": recorder.seconds_by_activity(),
-            "samples_per_second": recorder.samples_in_all / max(recorder.training_seconds, 1e-9),
-            "stopped": state.selection.stopped,
-            "notes": notes,
-        }
+    recorder.write(
+        TrainingEnd(
+            test=test.measures,
+            seconds=recorder.seconds_by_activity(),
+            samples_per_second=recorder.samples_in_all / max(recorder.training_seconds, 1e-9),
+            stopped=state.selection.stopped,
+            notes=notes,
+        )
     )
 
 
 def write_rung(folder: Path, state: TrainingState, validation: Evaluation) -> None:
     """Write rung.json with the step, and the measure of the weights to keep if training ended now. On rank 0 only."""
     if rank() == 0:
-        found = {"step": state.step, "value": state.selection.kept_measure(validation)}
+        result = RungResult(state.step, state.selection.kept_measure(validation))
         with replace_file(folder / RUNG) as file:
-            file.write(json.dumps(replace_non_finite(found)).encode())
+            file.write(format_record(result.to_json_value()))
 
 
-def make_sidecar(state: TrainingState, identity: Identity, history: list[float]) -> dict[str, Any]:
+def make_sidecar(state: TrainingState, identity: Identity, history: list[float]) -> Sidecar:
     """Return the sidecar of the kept weights: how to build the model, the measures, and where the model comes from.
 
     ``identity`` has the digests of code and files. ``history`` has the main measure after each evaluation.
     """
     plan, data, main = state.plan, state.data, state.objective.main_measure
-    digests = {"data": data.digest, "code": library_digest()}
-    digests |= {"user_code": identity.user_code, "init_from": identity.initial_weights}
-    facts, weights, options = state.objective.facts, state.objective.class_weights, plan.options
-    threshold = state.selection.test.threshold
-    of_others = {
-        "objective": plan.objective.name,
-        "outputs": state.objective.outputs,
-        "target_shape": [*facts.target_shape],
-    }
-    return {
-        "format": FORMAT,
-        "model": plan.model.name,
-        "classes": list(facts.classes),
-        **({} if plan.objective.name == "classification" else of_others),
-        **({} if weights is None else {"class_weights": weights.tolist()}),
-        **({} if threshold is None else {"threshold": threshold}),
-        **({"options": options} if options else {}),
-        "input": artifacts.describe_model_input(state.spec, data.crop),
-        "hyperparameters": plan.hyperparameters.to_dict(),
-        "metrics": replace_non_finite(
-            {
-                **test_measures(state.selection.test),
-                "epoch_accuracies" if main == "accuracy" else f"epoch_{main}": history,
-                "kept_epoch": state.selection.epoch,
-            }
+    facts, weights = state.objective.facts, state.objective.class_weights
+    is_classification = plan.objective.name == CLASSIFICATION
+    return Sidecar(
+        model=plan.model.name,
+        classes=[*facts.classes],
+        objective=plan.objective.name,
+        outputs=None if is_classification else state.objective.outputs,
+        target_shape=None if is_classification else [*facts.target_shape],
+        class_weights=None if weights is None else weights.tolist(),
+        threshold=state.selection.test.threshold,
+        options=plan.options,
+        input=artifacts.make_sidecar_input(state.spec, data.crop),
+        hyperparameters=plan.hyperparameters.to_dict(),
+        metrics=Metrics(
+            test=replace_non_finite(state.selection.test.measures),
+            history=replace_non_finite({"accuracies" if main == "accuracy" else main: history}),
+            kept_epoch=state.selection.epoch,
         ),
-        "digests": {name: digest for name, digest in digests.items() if digest},
-        "versions": {
+        digests=Digests(
+            data=data.digest,
+            code=library_digest(),
+            user_code=identity.user_code,
+            init_from=identity.initial_weights,
+            weights="",  # which save_model() sets
+        ),
+        versions={
             "python": platform.python_version(),
             "torch": torch.__version__,
             "torchvision": version("torchvision"),
             "flyte_ddp": VERSION,
         },
-        "num_ranks": world_size(),
-        "num_nodes": state.hardware.num_nodes,
-        "threads_per_rank": state.hardware.threads,
-        **({"sources": state.user_sources.texts} if state.user_sources.texts else {}),
-        **({"preprocessing": data.preprocessing} if data.preprocessing else {}),
-    }
+        num_ranks=world_size(),
+        num_nodes=state.hardware.num_nodes,
+        threads_per_rank=state.hardware.threads,
+        sources=state.user_sources.texts,
+        preprocessing=data.preprocessing,
+    )
 
 
-def test_measures(test: Evaluation) -> dict[str, float]:
-    return {f"test_{name}": value for name, value in test.measures.items()}
-
-
-def verify_saved_model(fresh: nn.Module, model_path: Path, sidecar: Mapping[str, Any], state: TrainingState) -> None:
+def verify_saved_model(fresh: nn.Module, model_path: Path, sidecar: Sidecar, state: TrainingState) -> None:
     """Load the saved weights into ``fresh``, and compare its outputs for up to 64 test samples with the trained model.
 
     Moves ``fresh`` to the device, and replaces the forward of its dropout layers. Outputs may differ by a thousandth of

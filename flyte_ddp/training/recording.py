@@ -3,8 +3,9 @@
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,14 +16,15 @@ from flyte_ddp.machine.resources import read_cpu
 from flyte_ddp.parallel import distributed
 from flyte_ddp.parallel.strategies import WAITED
 from flyte_ddp.progress import StepProgress
-from flyte_ddp.runs.checkpoint import Arithmetic
+from flyte_ddp.runs.checkpoint import Arithmetic, State
+from flyte_ddp.runs.metrics import Bins, EvaluationRecord, MetricsRecord, Seconds, StepRecord, TrainRecord, WatchRecord
 from flyte_ddp.runs.run_folder import METRICS
 from flyte_ddp.text.json_lines import JsonLines, format_record, parse_records
 from flyte_ddp.training.evaluate import Evaluation
 from flyte_ddp.training.training_state import TrainingState
 
 HISTOGRAM_BINS = 64
-OWN_RECORDS = 4  # another rank than 0 may be ahead of rank 0 by a step, and by an evaluation
+OTHER_RANKS_RECORDS = 4  # another rank than 0 may be ahead of rank 0 by a step, and by an evaluation
 LONG_WAIT = 0.2  # share of the steps' time in which a GPU waits for data
 SAVED = ("loss_sum", "weight", "samples", "samples_in_all", "training_seconds", "epoch_accuracies", "warnings")
 
@@ -43,7 +45,7 @@ class Recorder:
         self.settings, self.log_interval = state.settings, state.plan.loop.log_interval
         self.clock, self.device, self.total_steps = state.clock, state.device, state.total_steps
         self.writes = distributed.rank() == 0
-        self.own: deque[dict[str, Any]] = deque(maxlen=OWN_RECORDS)  # the last records, on ranks other than 0
+        self.last_records: deque[StepRecord] = deque(maxlen=OTHER_RANKS_RECORDS)  # on ranks other than 0
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self.weight: torch.Tensor | int = 0  # sum of weights since the last record, as loss_sum and samples are
         self.samples = 0
@@ -58,15 +60,15 @@ class Recorder:
             self.log = JsonLines(output_folder / METRICS)
             self.progress = StepProgress(self.settings.progress, state.total_steps, state.steps_per_epoch)
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, record: MetricsRecord) -> None:
         """Append a record to metrics.jsonl on rank 0.
 
         Other ranks keep their last records, in case rank 0 is lost.
         """
         if self.writes:
-            self.log.write(record)
-        else:
-            self.own.append({"time": time.time(), **record})
+            self.log.write(record.to_json_value())
+        elif isinstance(record, StepRecord):
+            self.last_records.append(replace(record, time=time.time()))
 
     def size(self) -> int:
         """Return the length of metrics.jsonl in bytes, 0 on other ranks than 0."""
@@ -77,10 +79,10 @@ class Recorder:
             self.progress.close()
             self.log.close()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return {name: getattr(self, name) for name in SAVED} | {"seconds": self.training_time() - self.since}
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
+    def load_state_dict(self, saved: State) -> None:
         """Restore the result of :meth:`state_dict`.
 
         Warnings that were added before the call are kept, after the saved warnings. Sets ``since`` back by the seconds
@@ -125,13 +127,19 @@ class Recorder:
         self.training_seconds += elapsed
         self.samples_in_all += self.samples
         loss = self.loss_sum.item() / (float(self.weight) or 1.0)
-        record: dict[str, Any] = {"kind": "train", "epoch": epoch, "step": step, "learning_rate": learning_rate}
-        if gradient_norm is not None:
-            record["gradient_norm"] = gradient_norm.item()
         rates = {"samples": self.samples / elapsed}
         if self.counts_tokens:
             rates["tokens"] = float(self.weight) / elapsed
-        self.write({**record, **{f"{unit}_per_second": rate for unit, rate in rates.items()}, "loss": loss})
+        record = TrainRecord(
+            epoch=epoch,
+            step=step,
+            learning_rate=learning_rate,
+            gradient_norm=None if gradient_norm is None else gradient_norm.item(),
+            samples_per_second=rates["samples"],
+            tokens_per_second=rates.get("tokens"),
+            loss=loss,
+        )
+        self.write(record)
         if self.writes:
             shown = {unit: f"{rate:,.0f} {unit}/s" for unit, rate in rates.items()}
             self.progress.show_step(step, {"loss": f"loss {loss:.4f}", **shown})
@@ -147,14 +155,12 @@ class Recorder:
         With ``wandb_watch``, also writes histograms of the parameters of ``model``.
         """
         self.epoch_accuracies.append(test.measures[self.main_measure])
-        record: dict[str, Any] = {"kind": "evaluation", "epoch": epoch, "step": step}
-        for split, evaluation in (("validation", validation), ("test", test)):
-            record |= {f"{split}_{name}": value for name, value in evaluation.measures.items()}
-        self.write(record)
+        measures = {"validation": validation.measures, "test": test.measures}
+        self.write(EvaluationRecord(epoch=epoch, step=step, validation=validation.measures, test=test.measures))
         if self.writes:
-            self.progress.print_evaluation(record, self.main_measure)
+            self.progress.print_evaluation(step, measures, self.main_measure)
             if self.settings.wandb_watch:
-                self.log.write({"kind": "watch", "step": step, "parameters": parameter_histograms(model)})
+                self.log.write(WatchRecord(step=step, parameters=parameter_histograms(model)).to_json_value())
 
     def add_warning(self, warning: str) -> None:
         """Keep a warning for the report, and print the warning on rank 0. Ignores an empty warning.
@@ -166,8 +172,8 @@ class Recorder:
             if self.writes:
                 self.progress.print_note(warning)
 
-    def seconds_by_activity(self) -> dict[str, float]:
-        """Return this rank's seconds by activity, and their sum as ``total``.
+    def seconds_by_activity(self) -> Seconds:
+        """Return this rank's seconds by activity, and their sum.
 
         ``communication`` is the time that did not overlap with computation. On a GPU, ``data`` includes the waits for
         batches, and ``forward_backward`` the waits for the host's launches.
@@ -180,32 +186,31 @@ class Recorder:
             "evaluation": spent["evaluation"],
         }
         total = self.clock.total()
-        return {**seconds, "other": total - sum(seconds.values()), "total": total}
+        return Seconds(**seconds, other=total - sum(seconds.values()), total=total)
 
 
-def complete_metrics(metrics: bytes, own: Iterable[Mapping[str, Any]], epoch: int, step: int) -> bytes:
+def complete_metrics(metrics: bytes, records: Iterable[StepRecord], epoch: int, step: int) -> bytes:
     """Return the metrics of a lost rank 0 up to the state of another rank, as lines of JSON.
 
     Args:
         metrics: The content of rank 0's metrics.jsonl. Lines that cannot be read are dropped.
-        own: The other rank's last records, of which missing records are added.
+        records: The other rank's last records, of which missing records are added.
         epoch: Epochs that are done in the other rank's state. Evaluations after this epoch are dropped.
         step: Steps that are done in the other rank's state. Records after this step are dropped.
     """
     lines: list[bytes] = []
-    found: set[tuple[Any, Any]] = set()
-
-    def is_later(record: Mapping[str, Any]) -> bool:
-        return bool(record.get("step", 0) > step or (record["kind"] == "evaluation" and record["epoch"] > epoch))
-
+    written: set[tuple[object, object]] = set()
     for line in metrics.splitlines():
-        for record in parse_records([line]):
-            if is_later(record):
-                break
-            lines.append(line)
-            found.add((record["kind"], record.get("step")))
-    missing = [record for record in own if not is_later(record) and (record["kind"], record["step"]) not in found]
-    return b"".join(line + b"\n" for line in [*lines, *map(format_record, missing)])
+        for value in parse_records([line]):
+            is_later = value.get("step", 0) > step or (value["kind"] == "evaluation" and value["epoch"] > epoch)
+            if not is_later:
+                lines.append(line)
+                written.add((value["kind"], value.get("step")))
+    for record in records:
+        is_later = record.step > step or (isinstance(record, EvaluationRecord) and record.epoch > epoch)
+        if not is_later and (record.kind, record.step) not in written:
+            lines.append(format_record(record.to_json_value()))
+    return b"".join(line + b"\n" for line in lines)
 
 
 def describe_waiting(seconds: Mapping[str, float], hardware: Hardware, loaders: int, *, pictures: bool) -> str:
@@ -247,11 +252,11 @@ def gather_arithmetic(hardware: Hardware, device: torch.device) -> Arithmetic:
     )
 
 
-def parameter_histograms(model: torch.nn.Module) -> dict[str, dict[str, list[float]]]:
+def parameter_histograms(model: torch.nn.Module) -> dict[str, Bins]:
     """Return counts and edges of 64 bins of each parameter's finite values. Copies all parameters to the CPU."""
     result = {}
     for name, parameter in model.named_parameters():
         values = parameter.detach().double().cpu().numpy()  # NumPy rejects fp32 values that differ by a few last bits
         counts, edges = np.histogram(values[np.isfinite(values)], bins=HISTOGRAM_BINS)
-        result[name] = {"counts": counts.tolist(), "edges": edges.tolist()}
+        result[name] = Bins(counts=counts.tolist(), edges=edges.tolist())
     return result

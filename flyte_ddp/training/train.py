@@ -72,7 +72,7 @@ def train(rank: Rank) -> None:
             if rank.link is not None:
                 rank.link.offer_standing_in(checkpoints.save_for_rank_0)
             if recorder.writes:
-                rank.record_restarts(recorder.log.write)
+                rank.record_restarts(recorder.write)
             while state.epoch < state.last_epoch and not state.selection.stopped:
                 for batch in state.clock.time_steps(remaining_batches(state)):
                     train_step(state, recorder, batch)

@@ -22,7 +22,7 @@ ARITHMETIC = Arithmetic(1, "cpu", "fp32", 1, "off", "")
 def write(path: Path, step: int, metrics: bytes = b"") -> Path:
     """Write a checkpoint as training does, and return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = Checkpoint(path, 0, step, (ARITHMETIC,), time.time(), IDENTITY, metrics)
+    new = Checkpoint(0, step, (ARITHMETIC,), time.time(), IDENTITY, path, metrics)
     checkpoint.write_checkpoint(new, {"step": step})
     return path
 

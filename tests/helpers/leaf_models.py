@@ -5,13 +5,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from sidecars import make_sidecar
 from torch import Tensor, nn
 from torch.nn import functional
 
 from flyte_ddp.datasets.prepared import ItemSet
 from flyte_ddp.datasets.sample_arrays import SampleArrays, arrays
 from flyte_ddp.loading.opening import open_item_test_split
-from flyte_ddp.models.artifacts import describe_model_input, save_model
+from flyte_ddp.models.artifacts import save_model
 from flyte_ddp.samples.leaves import Leaves
 
 TRAIN, TEST, TOKENS = 4, 23, 11
@@ -108,13 +109,13 @@ def save_untrained(
     module = model().eval()
     split, spec = open_item_test_split(data, collate, 0, torch.device("cpu"), 0)
     split.source.close()
-    sidecar = {
-        "model": f"leaf_models:{model.__name__}",
-        "objective": objective,
-        "classes": list(data.classes),
-        "outputs": 3,
-        "target_shape": [] if data.classes else [1],
-        "input": describe_model_input(spec, ""),
-        "hyperparameters": {"collate": collate},
-    }
+    sidecar = make_sidecar(
+        spec,
+        f"leaf_models:{model.__name__}",
+        objective=objective,
+        classes=[*data.classes],
+        outputs=3,
+        target_shape=[] if data.classes else [1],
+        hyperparameters={"collate": collate},
+    )
     return module, save_model(folder, module.state_dict(), sidecar)

@@ -68,7 +68,7 @@ def test_work_is_sent_when_the_rank_listens(tmp_path: Path) -> None:
     (pipe, rank), (stacks, _) = Pipe(), Pipe(duplex=False)
     process: Any = SimpleNamespace(sentinel=None, pid=os.getpid(), exitcode=None)
     handle = ProcessHandle(0, process, pipe, stacks)
-    checkpoint = Checkpoint(tmp_path / "a.ckpt", 1, 7, (), 0.0, IDENTITY, b"")
+    checkpoint = Checkpoint(1, 7, (), 0.0, IDENTITY, tmp_path / "a.ckpt", b"")
     work = replace(work_in(tmp_path, checkpoint=checkpoint), arguments=bytes(1 << 24))
     handle.send_work(work)
     assert supervisor.request_checkpoint([handle], StopRequest(), LIMIT) == 7, "without asking, as it has no work yet"
@@ -117,7 +117,7 @@ class Agent:
 def test_a_signal_to_an_agent_is_passed_on_while_its_rank_starts(tmp_path, monkeypatch) -> None:
     """A host is prepared for minutes, such as by a download of data; a pod has half a minute after SIGTERM."""
     agent = Agent(tmp_path, monkeypatch)
-    checkpoint = Checkpoint(tmp_path / "a.ckpt", 1, 7, (), 0.0, IDENTITY, b"")
+    checkpoint = Checkpoint(1, 7, (), 0.0, IDENTITY, tmp_path / "a.ckpt", b"")
 
     def talk() -> None:
         agent.send_work(work_in(tmp_path, checkpoint=checkpoint))

@@ -216,7 +216,7 @@ def test_files_are_sent_once_a_host(meeting: Meeting, tmp_path: Path) -> None:
     names = {"a.ckpt": b"checkpoint" * 1000, "weights.pt": b"weights", "metrics.jsonl": b"{}\n"}
     for name, content in names.items():
         (tmp_path / name).write_bytes(content)
-    checkpoint = Checkpoint(tmp_path / "a.ckpt", 1, 7, (), 0.0, IDENTITY, b"")
+    checkpoint = Checkpoint(1, 7, (), 0.0, IDENTITY, tmp_path / "a.ckpt", b"")
     work = replace(meeting.rendezvous.work, checkpoint=checkpoint, files={"weights": tmp_path / "weights.pt"})
     folders = [tmp_path / "first", tmp_path / "second", None]
     with ThreadPoolExecutor(3) as pool:

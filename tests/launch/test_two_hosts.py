@@ -65,7 +65,7 @@ def test_two_hosts_train_as_one(expected: Result, trial: Trial, tmp_path: Path) 
     [begin] = starts(runs / "run")
     assert (begin["num_ranks"], begin["num_nodes"], begin["strategy"]) == (2, 2, "ddp")
     sidecar = read_model_json(runs / "run/model.json")
-    assert (sidecar["num_ranks"], sidecar["num_nodes"]) == (2, 2)
+    assert (sidecar.num_ranks, sidecar.num_nodes) == (2, 2)
 
 
 @pytest.mark.exhaustive

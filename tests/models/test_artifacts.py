@@ -6,7 +6,7 @@ import json
 import os
 import pickle
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 from flytekit.types.file import PythonPickledFile
 from predictions import predict_rows
+from sidecars import make_sidecar
 from torch import nn
 from torch.nn import functional
 from torchvision.models import mnasnet0_5
@@ -24,7 +25,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.models import artifacts, zoo
 from flyte_ddp.models.inputs import InputSpec
-from flyte_ddp.models.sidecar import prefer_stored_code
+from flyte_ddp.models.sidecar import Digests, Sidecar, prefer_stored_code
 from flyte_ddp.objectives import objective_of_sidecar
 from flyte_ddp.objectives.language import Language
 from flyte_ddp.run import run_training
@@ -33,8 +34,8 @@ GREY = InputSpec(channels=1, height=28, width=28, mean=(0.25,), std=(0.5,))
 CLASSES = [f"class {k}" for k in range(10)]
 
 
-def sidecar(model: str = "tutorial") -> dict[str, Any]:
-    return {"model": model, "classes": CLASSES, "input": asdict(GREY), "digests": {"data": "d" * 64}}
+def sidecar() -> Sidecar:
+    return make_sidecar(GREY, "tutorial", classes=CLASSES, digests=Digests(data="d" * 64, weights=""))
 
 
 def trained(name: str = "tutorial", seed: int = 0) -> nn.Module:
@@ -77,8 +78,8 @@ def test_equal_weights_are_equal_files_wherever_they_are_in_memory(tmp_path: Pat
     state = {"b.weight": torch.randn(4, 3, 5, 5), "a": torch.randn(7), "a.half": torch.ones(2).half()}
     other = {"".join([*name]): value.clone() for name, value in [*state.items()][::-1]}
     other["b.weight"] = other["b.weight"].to(memory_format=torch.channels_last)
-    one = artifacts.save_model(tmp_path / "one", state, {"model": "m"})
-    again = artifacts.save_model(tmp_path / "again", {name: other[name] for name in state}, {"model": "m"})
+    one = artifacts.save_model(tmp_path / "one", state, sidecar())
+    again = artifacts.save_model(tmp_path / "again", {name: other[name] for name in state}, sidecar())
     assert [path.read_bytes() for path in one] == [path.read_bytes() for path in again]
 
 
@@ -120,8 +121,15 @@ def test_flyte_takes_the_file_for_a_pickle(saved: tuple[Path, Path]) -> None:
 def test_the_sidecar_keeps_what_it_was_given_and_adds_format_and_digest(saved: tuple[Path, Path]) -> None:
     written = json.loads(saved[1].read_text(encoding="utf-8"))
     digest = hashlib.sha256(saved[0].read_bytes()).hexdigest()
-    expected = {**json.loads(json.dumps(sidecar())), "format": "flyte-ddp-model/1"}
-    assert written == {**expected, "digests": {"data": "d" * 64, "weights": digest}}
+    expected = {"format": "flyte-ddp-model/1", "model": "tutorial", "classes": CLASSES}
+    assert {name: written[name] for name in expected} == expected
+    assert written["digests"] == {"data": "d" * 64, "weights": digest}
+    assert {name: written["input"][name] for name in asdict(GREY)} == {
+        **asdict(GREY),
+        "mean": [0.25],
+        "std": [0.5],
+        "crop_share": None,
+    }
     assert sorted(path.name for path in saved[0].parent.iterdir()) == ["model.json", "model.pt"]
 
 
@@ -199,7 +207,8 @@ def test_tokens_are_decoded_by_the_code_of_the_training(tmp_path: Path, monkeypa
     monkeypatch.syspath_prepend(tmp_path)
     code = "def decode(tokens):\n    return 'then'\n"
     (tmp_path / "own_words.py").write_text(code.replace("then", "now"))
-    own = {"objective": "language", "options": {"objective": {"decode": "own_words:decode"}}}
-    objective = objective_of_sidecar(prefer_stored_code({**sidecar(), **own, "sources": {"own_words.py": code}}))
+    options = {"objective": {"decode": "own_words:decode"}}
+    of_texts = replace(sidecar(), objective="language", options=options, sources={"own_words.py": code})
+    objective = objective_of_sidecar(prefer_stored_code(of_texts))
     assert isinstance(objective, Language)
     assert objective.describe_tokens([1]) == "then"

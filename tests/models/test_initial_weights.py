@@ -18,6 +18,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.initial_weights import FILE_ADVICE, fetch_weights, identify_weights, load_initial_weights
+from flyte_ddp.models.sidecar import read_sidecar
 from flyte_ddp.progress import Progress
 from flyte_ddp.run import run_training
 from flyte_ddp.runs import identity
@@ -222,7 +223,8 @@ def test_a_run_says_what_did_not_start_from_the_file(digits: Path, tmp_path: Pat
     assert said in result.report.read_text()
     sidecars = [json.loads(run.sidecar.read_text()) for run in (first, result)]
     assert ["init_from" in each["digests"] for each in sidecars] == [False, True]
-    assert sidecars[0]["input"] == artifacts.describe_model_input(artifacts.parse_input_spec(sidecars[0]), "")
+    takes = read_sidecar(first.sidecar).input
+    assert takes == artifacts.make_sidecar_input(artifacts.parse_input_spec(takes), "")
     assert sidecars[0]["input"]["mode"] == "L"
     after = torch.load(result.model, weights_only=True)
     for name, value in before.items():

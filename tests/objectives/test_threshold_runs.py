@@ -208,7 +208,8 @@ def test_a_model_in_other_programs_decides_as_the_documents_say(run: Callable[[s
     model, sidecar = load_model(run("f1").model, run("f1").sidecar)
     with torch.no_grad():
         logits = model(torch.from_numpy(rows))
-    threshold, expected = sidecar["threshold"], (score(run("f1"), rows) >= sidecar["threshold"]).tolist()
+    threshold = sidecar.threshold
+    expected = (score(run("f1"), rows) >= threshold).tolist()
     assert (logits.softmax(1)[:, 1] >= threshold).tolist() == expected
     assert (logits[:, 1] - logits[:, 0] >= np.log(threshold / (1 - threshold))).tolist() == expected
 

@@ -374,4 +374,4 @@ def test_a_run_that_was_cut_off_ends_the_same(
     assert [word in note for word, note in zip(words, notes, strict=True)] == [True] * len(words), notes
     assert result.model.read_bytes() == expected.model.read_bytes()
     model, sidecar = load_model(result.model, result.sidecar)
-    assert sidecar["metrics"]["test_loss"] == pytest.approx(losses_of(model, digits).mean().item(), abs=1e-6)
+    assert sidecar.metrics.test["loss"] == pytest.approx(losses_of(model, digits).mean().item(), abs=1e-6)

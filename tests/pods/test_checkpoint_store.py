@@ -212,7 +212,7 @@ print(peak_bytes() - before)
 
 
 def test_transfers_hold_a_small_part_of_a_file(tmp_path: Path, server: S3Server) -> None:
-    new = Checkpoint(tmp_path / "a.ckpt", 0, 1, (ARITHMETIC,), 5.0, IDENTITY, b"")
+    new = Checkpoint(0, 1, (ARITHMETIC,), 5.0, IDENTITY, tmp_path / "a.ckpt", b"")
     checkpoint.write_checkpoint(new, {"weight": torch.ones(SENT_BYTES // 4)})
     (server.folder / "bucket").mkdir(exist_ok=True)
     environment = {**os.environ, **server.flyte_environment()}

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from predictions import predict_rows
+from sidecars import make_sidecar
 from sklearn.compose import make_column_transformer
 from sklearn.impute import SimpleImputer
 from sklearn.pipeline import make_pipeline
@@ -180,7 +181,7 @@ def scaled_rows(_: Any, source: Any) -> Any:
 def test_new_rows_that_do_not_fit_are_told(ids: list[Any], words: str) -> None:
     packed = pack_preprocessing(1, scaled_rows, {})
     with pytest.raises(UserError, match=words):
-        read_new_rows({"preprocessing": packed}, ids)
+        read_new_rows(make_sidecar(preprocessing=packed), ids)
 
 
 FITTED = """
@@ -202,5 +203,5 @@ def test_a_fitted_object_has_the_code_of_the_training(tmp_path: Path, monkeypatc
     (tmp_path / "own_scale.py").write_text(FITTED.format(factor=7).replace("apply", "scale"))
     stored = StoredSpec(packed["prepare"], {"own_scale.py": FITTED.format(factor=3)})
     monkeypatch.delitem(sys.modules, "own_scale")
-    inputs, _ = read_new_rows({"preprocessing": {**packed, "prepare": stored}}, np.ones((2, 1)))
+    inputs, _ = read_new_rows(make_sidecar(preprocessing={**packed, "prepare": stored}), np.ones((2, 1)))
     assert inputs.tolist() == [[3.0], [3.0]]

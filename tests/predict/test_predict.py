@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +19,14 @@ from cli import ROOT
 from PIL import Image
 from predictions import predict_rows
 from report_page import Page
+from sidecars import make_sidecar
 
 from flyte_ddp.datasets.images import image_arrays
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.errors import UserError
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.inputs import InputSpec
+from flyte_ddp.models.sidecar import MIDDLE
 from flyte_ddp.objectives import Classification, Facts
 from flyte_ddp.predict.predict import (
     find_answers,
@@ -63,7 +65,7 @@ def save(folder: Path, spec: InputSpec, seed: int = 0) -> tuple[Path, Path]:
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(len(CLASSES), spec.channels * 16 * 16, generator=generator) / 20
     state = {"1.weight": weight, "1.bias": torch.randn(len(CLASSES), generator=generator)}
-    sidecar = {"model": "model_of_test_predict:make", "classes": CLASSES, "input": asdict(spec)}
+    sidecar = make_sidecar(spec, "model_of_test_predict:make", classes=CLASSES)
     return artifacts.save_model(folder, state, sidecar)
 
 
@@ -173,11 +175,11 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.mark.slow
 def test_outside_this_package_ten_lines_prepare_an_image(kind: str, photos, tmp_path: Path, monkeypatch) -> None:
     """With the numbers in the sidecar alone: photos of any size, grey and in colour, get the same predictions."""
-    crop, spec = artifacts.MIDDLE if kind == "photos" else "", GREY if kind == "grey" else RGB
+    crop, spec = MIDDLE if kind == "photos" else "", GREY if kind == "grey" else RGB
     spec = replace(spec, crop_share=224 / 232)  # not the usual 7/8
     saved = save(tmp_path / "model", spec)
     sidecar = json.loads(saved[1].read_text())
-    sidecar["input"] = artifacts.describe_model_input(spec, crop)
+    sidecar["input"] = artifacts.make_sidecar_input(spec, crop).to_json_value()
     saved[1].write_text(json.dumps(sidecar))
     rows = predict(saved, images=photos[0].parent)
     [code] = re.findall(r"```python\n(import json\n.*?)```", (ROOT / "docs/model.md").read_text(), re.DOTALL)
@@ -336,7 +338,7 @@ def test_outputs_that_are_no_numbers_are_no_answer() -> None:
     outputs = torch.tensor([[1.0, 2.0], [torch.nan, 0.0], [3.0, 1.0]])
     undefined = find_undefined_rows(outputs, 3)
     assert undefined.tolist() == [False, True, False]
-    model = SimpleNamespace(objective=Classification(Facts(("a", "b"))), sidecar={})
+    model = SimpleNamespace(objective=Classification(Facts(("a", "b"))), sidecar=make_sidecar())
     answers = find_answers(model, outputs, None, undefined)
     assert answers["prediction"] == ["b", "", "a"]
     assert math.isnan(answers["score"][1])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import ndimage, special, stats
+from sidecars import make_sidecar
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.collate import batch_samples
@@ -29,7 +30,9 @@ def describe(spec: Any, inputs: Any, outputs: Any = None, objective: Any = None,
     """Describe a batch of a model that has nothing but its input and objective."""
     outputs = torch.zeros(5, 2) if outputs is None else outputs
     objective = objective or make_objective("regression", Facts(target_shape=(2,)), {})
-    return describe_batch(SimpleNamespace(spec=spec, objective=objective, sidecar=sidecar), inputs, outputs)
+    return describe_batch(
+        SimpleNamespace(spec=spec, objective=objective, sidecar=make_sidecar(**sidecar)), inputs, outputs
+    )
 
 
 def leaves_spec(**leaves: LeafSpec) -> LeavesSpec:

@@ -1,7 +1,6 @@
 """Tables of predictions of more than 100 classes, which list the likeliest of each sample."""
 
 import csv
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from cli import ROOT, pyflyte
 from PIL import Image
 from predictions import predict_rows
+from sidecars import make_sidecar
 from torch import Tensor
 
 from flyte_ddp.errors import UserError
@@ -48,7 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def save(folder: Path, classes: int) -> tuple[Path, Path]:
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(classes, 16, generator=generator), torch.randn(classes, generator=generator)
-    sidecar = {"model": "model_of_many_classes:make", "classes": name_classes(classes), "input": asdict(SPEC)}
+    sidecar = make_sidecar(SPEC, "model_of_many_classes:make", classes=name_classes(classes))
     return artifacts.save_model(folder / "model", dict(zip(("1.weight", "1.bias"), weights, strict=True)), sidecar)
 
 
@@ -103,7 +103,7 @@ def test_an_image_that_cannot_be_decoded_has_empty_ranks(folder: Path) -> None:
 
 def answer(outputs: Tensor, objective: Classification, ranks: int) -> dict[str, Any]:
     undefined = find_undefined_rows(outputs, len(outputs))
-    return find_answers(SimpleNamespace(objective=objective, sidecar={}), outputs, None, undefined, ranks)  # type: ignore[arg-type]
+    return find_answers(SimpleNamespace(objective=objective, sidecar=make_sidecar()), outputs, None, undefined, ranks)  # type: ignore[arg-type]
 
 
 def test_the_first_rank_is_the_prediction_whatever_the_outputs() -> None:

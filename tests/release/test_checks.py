@@ -1,11 +1,13 @@
 """The checks of a judgement, on simulated models whose truth is known; files that say which samples are a slice."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from sidecars import TINY, make_sidecar
 
 from benchmarks.simulated_models import Correct, answers
 from flyte_ddp.errors import UserError
@@ -15,7 +17,7 @@ from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.slices import group_by_slice
 from flyte_ddp.release.statistics import compare_scores
-from flyte_ddp.release.task import read_task
+from flyte_ddp.release.task import Task
 from flyte_ddp.release.verdict import Check
 
 LABELS = np.arange(10_000) % 10
@@ -69,21 +71,20 @@ def test_a_class_of_few_samples_is_only_shown() -> None:
 
 def test_models_are_compared_only_on_the_same_task() -> None:
     """Their inputs' mean and deviation are the data sets', and do not matter."""
-    sidecar = {"classes": ["a", "b"], "input": {"channels": 1, "height": 8, "width": 8, "mean": [0.5], "std": [0.2]}}
-    task = read_task(sidecar)
-    of_other_data = read_task({**sidecar, "input": {**sidecar["input"], "mean": [0.4]}})
+    sidecar = make_sidecar()
+    task = Task.from_sidecar(sidecar)
+    of_other_data = Task.from_sidecar(make_sidecar(replace(TINY, mean=(0.4,))))
     assert checks.check_same_task(of_other_data, task).passed
     for name, other in {
-        "objective": {"objective": "multilabel"},
-        "objective's options": {"options": {"objective": {"gamma": 2}}},
-        "classes": {"classes": ["b", "c"]},
-        "target shape": {"target_shape": [2]},
-        "input": {"input": {**sidecar["input"], "channels": 3}},
+        "objective": replace(sidecar, objective="multilabel"),
+        "objective options": replace(sidecar, options={"objective": {"gamma": 2}}),
+        "classes": replace(sidecar, classes=["b", "c"]),
+        "target shape": replace(sidecar, target_shape=[2]),
+        "input": make_sidecar(replace(TINY, channels=3)),
     }.items():
-        assert f"the {name} changed" in checks.check_same_task(read_task({**sidecar, **other}), task).reason
-    reordered = {"classes": ["b", "a"]}
-    assert checks.check_same_task(read_task({**sidecar, **reordered}), task).passed
-    of_tokens = [read_task({**sidecar, "objective": "language", **other}) for other in (reordered, {})]
+        assert f"the {name} changed" in checks.check_same_task(Task.from_sidecar(other), task).reason
+    assert checks.check_same_task(Task.from_sidecar(replace(sidecar, classes=["b", "a"])), task).passed
+    of_tokens = [Task.from_sidecar(make_sidecar(objective="language", classes=[*names])) for names in ("ba", "ab")]
     assert "the classes changed" in checks.check_same_task(*of_tokens).reason, "their numbers are the model's input"
 
 

@@ -21,6 +21,7 @@ from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.errors import UnreachableError, UserError, install_hint
 from flyte_ddp.models.artifacts import save_model
+from flyte_ddp.models.sidecar import Sidecar
 from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.release import judge
 from flyte_ddp.release.evaluation import Evaluation, evaluate_split
@@ -39,7 +40,7 @@ class DigitsGate(Gate):
         model, folder = self.runs["good"], self.folder / "altered"
         weights, sidecar = torch.load(model.model, weights_only=True), json.loads(model.sidecar.read_text())
         change(weights, sidecar)
-        save_model(folder, weights, sidecar)
+        save_model(folder, weights, Sidecar.from_json_value(sidecar, "altered"))
         return folder
 
     def change_data(self, name: str, chosen: Any = slice(None), classes: Sequence[str] = ()) -> Path:
@@ -99,7 +100,7 @@ def test_a_promotion_and_what_follows_it(gate: DigitsGate) -> None:
     gained, lost = pairs.count((True, False)), pairs.count((False, True))
     assert f"{gained} samples gained and {lost} lost of 297" in verdict.reason
     champion, sidecar = load_champion(gate.registry.address, "digits")
-    assert sidecar["digests"]["weights"] == verdict.challenger
+    assert sidecar.digests.weights == verdict.challenger
     weights = torch.load(gate.runs["good"].model, weights_only=True)
     assert all(torch.equal(tensor, weights[key]) for key, tensor in champion.state_dict().items())
     again = gate.release("good").verdict

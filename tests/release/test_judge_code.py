@@ -83,7 +83,7 @@ def test_a_champion_has_its_own_code_when_today_has_another(code: Path, digits: 
     champion, sidecar = load_champion(registry.address, "digits")
     today, _ = load_model(second.model, second.sidecar)
     assert torch.equal(champion(images), before)
-    assert sidecar["model"] == "nets:Net"
+    assert sidecar.model == "nets:Net"
     assert type(today).__module__ == "nets"
     weights = torch.load(first.model, weights_only=True)
     plain = torch.tanh(torch.nn.functional.linear(images.flatten(1), weights["first.weight"], weights["first.bias"]))

@@ -33,7 +33,8 @@ def release(registry: Registry, folder: Path, name: str, decision: str, second: 
     sidecar = {
         "model": "small_cnn",
         "classes": ["a", "b"],
-        "input": {"channels": 1, "height": 8, "width": 8},
+        "format": "flyte-ddp-model/1",
+        "input": {"channels": 1, "height": 8, "width": 8, "mean": [0.5], "std": [0.5]},
         "hyperparameters": Hyperparameters(dataset="digits", epochs=3, seed=7).to_dict(),
         "metrics": {"test_accuracy": 0.95, "test_loss": 0.25, "epoch_accuracies": [0.95]},
         "digests": {"data": "d" * 64, "weights": digest},

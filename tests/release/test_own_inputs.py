@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ import torch
 from gate import Gate
 from own_tables import PLANS, Model, read_plans, write_plans
 from scipy.stats import binomtest
+from sidecars import make_sidecar
 from torch.nn import functional
 from training_runs import train_in
 
@@ -24,7 +25,7 @@ from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.policy import COMPARE, Policy
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.release.samples import match_once
-from flyte_ddp.release.task import read_task
+from flyte_ddp.release.task import Task
 from flyte_ddp.run import Result
 
 HP = Hyperparameters(
@@ -295,12 +296,14 @@ def test_a_class_is_compared_by_what_is_right(measure: str) -> None:
 
 
 def test_another_positive_class_is_another_task() -> None:
-    sidecar = {"classes": ["no", "yes"], "input": {"channels": 1, "height": 8, "width": 8, "mean": [0.5], "std": [0.2]}}
-    turned = {**sidecar, "classes": ["yes", "no"]}
-    for more, passed in (
-        ({}, True),
+    task = Task.from_sidecar(make_sidecar(classes=["no", "yes"]))
+    for values, passed in (
+        (dict[str, Any](), True),
         ({"hyperparameters": {"select_by": "auroc"}}, True),
         ({"hyperparameters": {"select_by": "f1"}}, False),
         ({"threshold": 0.2}, False),
     ):
-        assert checks.check_same_task(read_task({**turned, **more}), read_task(sidecar)).passed is passed, more
+        assert (
+            checks.check_same_task(Task.from_sidecar(make_sidecar(classes=["yes", "no"], **values)), task).passed
+            is passed
+        )

@@ -9,6 +9,7 @@ from typing import Any
 
 import promoter
 import pytest
+from sidecars import make_sidecar
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
@@ -40,9 +41,7 @@ def trained(folder: Path) -> Path:
     """Files that a registry takes for a model's, with the verdict and its page; weights differ by the folder's name."""
     folder.mkdir(parents=True)
     (folder / WEIGHTS).write_text(folder.name)
-    takes = {"channels": 1, "height": 8, "width": 8}
-    sidecar = {"model": "small_cnn", "classes": ["a", "b"], "input": takes, "digests": {"weights": "w"}}
-    (folder / SIDECAR).write_text(json.dumps(sidecar))
+    (folder / SIDECAR).write_text(json.dumps(make_sidecar().to_json_value()))
     (folder / "page.html").write_text("page")
     (folder / "verdict.json").write_text(judged(folder).to_json())
     return folder

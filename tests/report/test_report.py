@@ -250,7 +250,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
         ".": r"cannot read .*metrics.jsonl: No such file",
         "empty": "has no start record",
         "predictions": r"cannot read .*predictions.npz",
-        "sidecar": r"cannot read .*model.json",
+        "sidecar": r"model.json is not JSON",
     }.items():
         with pytest.raises(UserError, match=words):
             report.render_report(tmp_path / folder)

@@ -37,7 +37,7 @@ print(private_bytes() - before)
 
 
 def write(path: Path, state: dict[str, object], metrics: bytes = b"") -> Checkpoint:
-    return checkpoint.write_checkpoint(Checkpoint(path, 1, 7, (ARITHMETIC,), 5.0, IDENTITY, metrics), state)
+    return checkpoint.write_checkpoint(Checkpoint(1, 7, (ARITHMETIC,), 5.0, IDENTITY, path, metrics), state)
 
 
 def test_a_user_opens_one_by_torch_alone(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_bytes_are_hashed_when_they_are_written_and_once_by_each_attempt(tmp_pat
     for step, name in enumerate(checkpoint.SLOTS, 1):
         path = tmp_path / "run" / checkpoint.FOLDER / name
         path.parent.mkdir(exist_ok=True)
-        new = Checkpoint(path, 0, step, (ARITHMETIC,), 5.0, IDENTITY, b"")
+        new = Checkpoint(0, step, (ARITHMETIC,), 5.0, IDENTITY, path, b"")
         checkpoint.write_checkpoint(new, {"weight": torch.ones(MEBIBYTE)})
         sizes.append(path.stat().st_size)
         store.upload_checkpoint(path)

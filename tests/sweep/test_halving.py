@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from report_page import records
 from training_runs import QUIET
 
 from flyte_ddp.config import Hyperparameters
@@ -114,11 +115,11 @@ def finish(folder: Path, value: float | None = 0.5) -> None:
     """Leave what a training leaves at the end of a rung."""
     (folder / "unfinished").mkdir(parents=True, exist_ok=True)
     (folder / "unfinished/rung.json").write_text(json.dumps({"step": 3, "value": value}))
-    records = [
-        {"kind": "start", "steps": 27, "measures": {"accuracy": "higher"}},
+    lines = [
+        {**records(epochs=1, steps=27)[0], "measures": {"accuracy": "higher"}},
         {"kind": "evaluation", "epoch": 1, "step": 2, "validation_loss": 0.7, "validation_accuracy": 0.1},
     ]
-    (folder / "unfinished/metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))
+    (folder / "unfinished/metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
 
 
 def test_a_stored_result_is_not_trained_again(tmp_path: Path) -> None:

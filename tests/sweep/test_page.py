@@ -8,8 +8,10 @@ from pathlib import Path
 from click.testing import CliRunner
 from report_page import Page
 from scipy.stats import spearmanr
+from sidecars import make_sidecar
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.models.sidecar import Metrics
 from flyte_ddp.report.figures import ORANGE
 from flyte_ddp.sweep.__main__ import main
 from flyte_ddp.sweep.halving import TrialResult
@@ -47,7 +49,8 @@ def test_the_correlation_is_over_the_trials_in_both_rungs() -> None:
 
 
 def page(folder: Path, base: Hyperparameters = BASE) -> str:
-    (folder / "model.json").write_text(json.dumps({"metrics": {"test_accuracy": 0.875, "test_loss": 0.4}}))
+    sidecar = make_sidecar(metrics=Metrics(test={"accuracy": 0.875, "loss": 0.4}))
+    (folder / "model.json").write_text(json.dumps(sidecar.to_json_value()))
     done = rungs(base)
     html = write_page(SWEEP, done, folder / "model.json", folder)
     assert Hyperparameters.from_json((folder / "best.json").read_text()) == done[-1].hp

@@ -155,7 +155,7 @@ def test_training_keeps_no_checkpoint_in_use(train: Train, monkeypatch: pytest.M
 
 
 def write(path: Path, step: int) -> None:
-    new = Checkpoint(path, 0, step, (PLAIN,), 0.0, OWN, b"metrics\n")
+    new = Checkpoint(0, step, (PLAIN,), 0.0, OWN, path, b"metrics\n")
     checkpoint.write_checkpoint(new, {"step": step})
 
 

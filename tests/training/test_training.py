@@ -49,8 +49,8 @@ def test_reported_metrics_are_those_of_the_saved_model(train: Train, digits: Pat
     images, truth = arrays_in_fp64(digits, "test")
     with torch.no_grad():
         logits = model(images.float())
-    assert sidecar["metrics"]["test_accuracy"] == (logits.argmax(1) == truth).sum().item() / len(truth)
-    assert sidecar["metrics"]["test_loss"] == pytest.approx(functional.cross_entropy(logits, truth).item(), rel=1e-5)
+    assert sidecar.metrics.test["accuracy"] == (logits.argmax(1) == truth).sum().item() / len(truth)
+    assert sidecar.metrics.test["loss"] == pytest.approx(functional.cross_entropy(logits, truth).item(), rel=1e-5)
     assert result.epoch_accuracies[-1] == result.test_accuracy
     with np.load(result.run_folder / "predictions.npz") as kept:
         confusions = decode_sections(str(kept["sections"]))[0]

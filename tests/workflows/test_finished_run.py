@@ -16,9 +16,11 @@ from packaged import Package
 from pod import BUCKET, Cluster
 from pod_inputs import CHECK, SMOKE, TRAIN, Inputs, check_inputs, from_console
 from s3_server import S3Server, s3_server
+from sidecars import make_sidecar
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.files import file_digest
+from flyte_ddp.models.sidecar import Digests
 from flyte_ddp.release.__main__ import release as commands
 
 pytestmark = pytest.mark.slow
@@ -147,8 +149,8 @@ def test_other_data_than_the_runs_are_refused(trained: Trained) -> None:
 def altered(folder: Path, **values: Any) -> str:
     """Write a sidecar of a finished run, with other values at the top; return its folder."""
     folder.mkdir()
-    digests = {"data": "d", "weights": "w"}
-    (folder / "model.json").write_text(json.dumps({"hyperparameters": HP, "digests": digests, **values}))
+    sidecar = make_sidecar(hyperparameters=HP, digests=Digests(data="d", weights="w")).to_json_value()
+    (folder / "model.json").write_text(json.dumps({**sidecar, **values}))
     return folder.name
 
 
@@ -158,7 +160,11 @@ def altered(folder: Path, **values: Any) -> str:
         (None, (), "run='finished': has no model.json; give the folder of a finished run, which the training prints"),
         ({}, (), "run='finished': has no model.pt; give the folder of a finished run"),
         ({}, ("--hp", '{"epochs": 3}'), "hp: has epochs=3, but the model of run='finished' was trained with 10; omit"),
-        ({"digests": {}}, (), "run='finished': model.json is damaged, or was not written by flyte-ddp"),
+        (
+            {"digests": {}},
+            (),
+            "model.json is damaged, so give the model.json of a finished run: digests.weights is missing",
+        ),
         ({"hyperparameters": {"epoch": 1}}, (), "a hyperparameter that this release of flyte-ddp rejects: unknown"),
     ],
 )

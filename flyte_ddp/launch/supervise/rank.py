@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.parallel import distributed
 from flyte_ddp.parallel.distributed import explain_failed_device, patch_collective_wait, translate_collective_errors
 from flyte_ddp.parallel.hang_watch import in_collective, watch_collectives
+from flyte_ddp.runs.metrics import RestartRecord
 from flyte_ddp.runs.work import Work
 
 FINISHED = "flyte-ddp finished"  # in the ranks' common store
@@ -40,7 +40,7 @@ class Rank:
         self.work, self.info, self.offer_saving, self.link = work, info, offer_saving, link
         self.store: Store | None = None  # the ranks' common store, which only join() sets
 
-    def record_restarts(self, write: Callable[[dict[str, Any]], None]) -> None:
+    def record_restarts(self, write: Callable[[RestartRecord], None]) -> None:
         """Pass to ``write`` a record of each restart that happened after the loaded checkpoint was saved.
 
         If a restart happened, also reports to the launcher that the work resumes. Call this method on rank 0 when the
@@ -48,8 +48,8 @@ class Rank:
         """
         restarts = self.work.restarts
         for restart in restarts:
-            taken = {"seconds": max(0.0, time.time() - restart.time)} if restart is restarts[-1] else {}
-            write({"kind": "restart", "step": restart.step, "reason": restart.reason, **taken})
+            seconds = max(0.0, time.time() - restart.time) if restart is restarts[-1] else None
+            write(RestartRecord(step=restart.step, reason=restart.reason, seconds=seconds))
         if restarts and self.link is not None:
             self.link.send("has_resumed")
 
