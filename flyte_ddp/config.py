@@ -9,11 +9,10 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from flyte_ddp import catalog
 from flyte_ddp.checks.fields import OWN_CODE, CheckedFields, setting, short_repr
-from flyte_ddp.checks.parsing import YAML_NUMBER, list_texts, parse_json
+from flyte_ddp.checks.parsing import YAML_NUMBER, JsonObject, list_texts, parse_json
 from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.hardware import check_batch_size
 
@@ -338,7 +337,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
             values.append(str(self.parse_options().get("objective", {}).get(option, "")))
         return tuple(dict.fromkeys(value for value in values if ":" in value and not catalog.encoded_kind(value)))
 
-    def parse_options(self) -> dict[str, dict[str, Any]]:
+    def parse_options(self) -> dict[str, JsonObject]:
         """Return ``options`` as keyword arguments under "model" and "objective". A missing key has no options.
 
         Raises:

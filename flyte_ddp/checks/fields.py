@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 
 from dataclasses_json import DataClassJsonMixin
 
-from flyte_ddp.checks.parsing import parse_json, parse_yaml_number
+from flyte_ddp.checks.parsing import JsonObject, parse_json, parse_yaml_number
 from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.text.credentials import refuse_credentials
 
@@ -88,7 +88,7 @@ class CheckedFields(DataClassJsonMixin):
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given)})"
 
     @classmethod
-    def check_field_names(cls, values: Any) -> dict[str, Any]:
+    def check_field_names(cls, values: Any) -> JsonObject:
         """Return a mapping as a new dict. Raises UserError if ``values`` is no mapping or has an unknown key."""
         if not isinstance(values, Mapping):
             raise UserError(f"{cls.called}s must be a JSON object, got {short_repr(values)}")
@@ -132,7 +132,7 @@ class CheckedFields(DataClassJsonMixin):
         return json.dumps({each.name: value for each in fields if (value := getattr(self, each.name)) != each.default})
 
     @classmethod
-    def __pre_deserialize__(cls, values: Any) -> dict[str, Any]:
+    def __pre_deserialize__(cls, values: Any) -> JsonObject:
         """Return the checked fields of raw values. In pods, mashumaro calls this method before converting values."""
         return {**vars(cls.from_dict(values))}
 

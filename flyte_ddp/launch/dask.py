@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
+from flyte_ddp.checks.parsing import JsonObject
 from flyte_ddp.errors import UnreachableError, UserError, require_extra
 from flyte_ddp.launch import capacity
 from flyte_ddp.launch.remote import agent, sources
@@ -177,7 +178,7 @@ def refuse_version_mismatch(client: Any, workers: Iterable[str]) -> None:
                 raise UserError(f"Dask worker {worker} {why}; use the same image everywhere")
 
 
-def describe_workers(client: Any) -> dict[str, Any]:
+def describe_workers(client: Any) -> JsonObject:
     """Return Dask's description of each worker by address, with the keys of its current tasks under "tasks"."""
     with translate_cluster_errors(client):
         workers, tasks = client.sync(client.scheduler.identity, n_workers=-1)["workers"], client.processing()

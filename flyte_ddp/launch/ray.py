@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from flyte_ddp.checks.parsing import JsonObject
 from flyte_ddp.errors import UnreachableError, UserError, require_extra
 from flyte_ddp.launch import capacity
 from flyte_ddp.launch.remote import agent
@@ -101,7 +102,7 @@ def find_world(request: Request, awaited_hosts: int = 0, seconds: float = 0.0) -
     return World(num_ranks, device, cpus_per_rank(cpus, num_ranks))
 
 
-def list_rank_nodes() -> list[dict[str, Any]]:
+def list_rank_nodes() -> list[JsonObject]:
     """Return Ray's descriptions of the living nodes with at least one CPU.
 
     A head node on Kubernetes has no CPU.

@@ -17,7 +17,7 @@ from flyte_ddp.predict.predict import images_from_inputs
 from flyte_ddp.predict.prediction_batches import read_test_split
 from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.judge import Judgement
-from flyte_ddp.report.figures import Picture, confusion_section, draw_curves
+from flyte_ddp.report.figures import Picture, draw_confusions, draw_curves
 from flyte_ddp.report.page import render_template, write_html
 from flyte_ddp.text.formatting import format_measure, format_sentence, format_value, name_measure
 from flyte_ddp.text.sections import Curve
@@ -40,7 +40,7 @@ def write_page(judgement: Judgement, name: str, path: Path) -> Path:
         models={title: format_measure(verdict.measure, model.score) for title, model in models.items()},
         notes=[f"{title}: {text}" for title, model in models.items() for text in describe_decisions(model)],
         confusions={
-            title: confusion_section(
+            title: draw_confusions(
                 count_confusions(*(model.columns[key].long().numpy() for key in ("truth", "prediction"))),
                 judgement.model.classes,
             )

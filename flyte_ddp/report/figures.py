@@ -221,15 +221,39 @@ def draw_confusion_heatmap(confusion: NDArray[np.int64], classes: Sequence[str])
     )
 
 
-def confusion_section(counts: NDArray[np.int64], names: Sequence[str]) -> dict[str, Any]:
-    """Return the values of a confusion matrix for the templates, or {} if ``counts`` is empty.
+@dataclass(frozen=True)
+class ConfusionView:
+    """A confusion matrix for the templates."""
 
-    A row of ``counts`` [K, 3] is truth, prediction and number of samples. ``names`` are the names of the classes. The
-    values are the picture as SVG, the most frequent mistakes and the classes of lowest recall. With more than
-    PICTURED_CLASSES (1,000) classes, the picture is "".
+    picture: str  # as SVG; empty for more than PICTURED_CLASSES (1,000) classes
+    is_large: bool
+    mistakes: Sequence[tuple[str, ...]]  # the most frequent mistakes: truth, prediction, samples, share of the class
+    hardest: Sequence[tuple[str, ...]]  # the classes of lowest recall: name, recall, samples
+
+
+@dataclass(frozen=True)
+class SectionView:
+    """A section of a page for the templates: a text with charts, a table, pictures, or confusions."""
+
+    title: str = ""
+    text: str = ""
+    charts: Sequence[tuple[str, str]] = ()  # name and SVG
+    header: Sequence[str] = ()  # of a table
+    rows: Sequence[tuple[str, ...]] = ()
+    numeric: Sequence[int] = ()  # the places of columns of numbers
+    pictures: Sequence[Picture] = ()
+    legend: Sequence[tuple[str, str]] = ()  # name and colour of each class, for masks
+    confusion: ConfusionView | None = None
+    classes: int = 0  # of the confusions
+
+
+def draw_confusions(counts: NDArray[np.int64], names: Sequence[str]) -> ConfusionView | None:
+    """Return a confusion matrix for the templates, or None if ``counts`` is empty.
+
+    A row of ``counts`` [K, 3] is truth, prediction and number of samples. ``names`` are the names of the classes.
     """
     if not len(counts):
-        return {}
+        return None
     classes, pictured = len(names), len(names) <= PICTURED_CLASSES
     listed = LISTED if pictured else LISTED_ALONE
     is_right = counts[:, 0] == counts[:, 1]
@@ -242,15 +266,15 @@ def confusion_section(counts: NDArray[np.int64], names: Sequence[str]) -> dict[s
         matrix = np.zeros((classes, classes), dtype=np.int64)
         matrix[counts[:, 0], counts[:, 1]] = counts[:, 2]
         picture = draw_confusion_heatmap(matrix, names)
-    return {
-        "picture": picture,
-        "is_large": classes > NAMED_CLASSES,
-        "mistakes": [
+    return ConfusionView(
+        picture=picture,
+        is_large=classes > NAMED_CLASSES,
+        mistakes=[
             (names[truth], names[prediction], f"{samples:,}", format_percent(samples / totals[truth]))
             for truth, prediction, samples in wrong[np.argsort(-wrong[:, 2], kind="stable")[:listed]].tolist()
         ],
-        "hardest": [(names[k], format_percent(recall[k]), f"{totals[k]:,}") for k in hardest if totals[k]],
-    }
+        hardest=[(names[k], format_percent(recall[k]), f"{totals[k]:,}") for k in hardest if totals[k]],
+    )
 
 
 def plot_curve(axes: Any, section: Curve, color: str = BLUE, label: str = "") -> str:
@@ -316,13 +340,13 @@ def draw_curves(curves: Mapping[str, Curve]) -> str:
     return draw_svg(plot_curves, x_label, PLACE, label_word="against", figsize=SIZE)
 
 
-def list_section_values(
+def draw_sections(
     sections: Sequence[Section], pictures: Mapping[int, Picture], classes: Sequence[str]
-) -> Iterator[dict[str, Any]]:
-    """Yield the values of each section for the template.
+) -> Iterator[SectionView]:
+    """Yield each section for the template.
 
-    Neighbouring charts with the same title become a single section. If a section cannot be drawn, its values are a text
-    with the error.
+    Neighbouring charts with the same title become a single section. If a section cannot be drawn, its text is the
+    error.
 
     Args:
         sections: The sections of the objective, in order.
@@ -332,30 +356,27 @@ def list_section_values(
     for _, grouped in groupby(sections, lambda each: each.title if isinstance(each, Chart) else id(each)):
         group = [*grouped]
         try:
-            yield _describe_group(group, pictures, classes)
+            yield _draw_group(group, pictures, classes)
         except Exception as error:  # a user-defined objective must not fail a finished training
             title = getattr(group[0], "title", "Confusions")
-            yield {"title": title, "text": f"This section could not be drawn ({type(error).__name__}: {error})."}
+            yield SectionView(title, f"This section could not be drawn ({type(error).__name__}: {error}).")
 
 
-def _describe_group(
-    group: Sequence[Section], pictures: Mapping[int, Picture], classes: Sequence[str]
-) -> dict[str, Any]:
-    """Return the template's values of a section, or of several charts with the same title."""
+def _draw_group(group: Sequence[Section], pictures: Mapping[int, Picture], classes: Sequence[str]) -> SectionView:
+    """Return a section, or several charts with the same title, for the template."""
     section = group[0]
     if isinstance(section, Confusions):
         counts = np.array(section.counts, dtype=np.int64).reshape(-1, 3)
-        return {"confusion": confusion_section(counts, section.classes), "classes": len(section.classes)}
-    values: dict[str, Any] = {"title": section.title, "text": section.text}
+        return SectionView(confusion=draw_confusions(counts, section.classes), classes=len(section.classes))
+    title, text = section.title, section.text
     if isinstance(section, Pictures):
-        values["pictures"] = [pictures[sample] for sample in section.samples if sample in pictures]
-        if any(picture.masks for picture in values["pictures"]):
-            values["legend"] = [*zip(classes, class_colors(len(classes)), strict=True)]
-    elif isinstance(section, Table):
+        shown = [pictures[sample] for sample in section.samples if sample in pictures]
+        masked = any(picture.masks for picture in shown)
+        legend = [*zip(classes, class_colors(len(classes)), strict=True)] if masked else []
+        return SectionView(title, text, pictures=shown, legend=legend)
+    if isinstance(section, Table):
         columns = [*zip(*section.rows, strict=True)]
-        texts = [any(isinstance(cell, str) for cell in column) for column in columns]
-        values |= {"header": section.header, "numeric": [place for place, text in enumerate(texts) if not text]}
-        values["rows"] = [*zip(*map(format_column, columns), strict=True)]
-    else:
-        values["charts"] = [(each.name, draw_chart(each)) for each in group if isinstance(each, Chart)]
-    return values
+        numeric = [at for at, column in enumerate(columns) if not any(isinstance(cell, str) for cell in column)]
+        rows = [*zip(*map(format_column, columns), strict=True)]
+        return SectionView(title, text, header=section.header, rows=rows, numeric=numeric)
+    return SectionView(title, text, [(each.name, draw_chart(each)) for each in group if isinstance(each, Chart)])

@@ -15,7 +15,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import SIDECAR
 from flyte_ddp.models.sidecar import read_sidecar
-from flyte_ddp.report.figures import BLUE, GREEN, ORANGE, Picture, Series, draw_line_chart, list_section_values
+from flyte_ddp.report.figures import BLUE, GREEN, ORANGE, Picture, Series, draw_line_chart, draw_sections
 from flyte_ddp.report.page import RunRecords, mark_code, render_template
 from flyte_ddp.runs.metrics import FunctionEnd, StepRecord, TrainingStart
 from flyte_ddp.runs.run_folder import METRICS, PREDICTIONS
@@ -153,7 +153,7 @@ def render_report(run_folder: Path, name: str = "", failure: str = "") -> str:
         ],
         constants=[describe_constant(each.title, each.lines) for each in charts if not any(map(varies, each.lines))],
         tiles=[*list_tiles(run)],
-        sections=[*list_section_values(run.sections, run.pictures, run.start.classes)],
+        sections=[*draw_sections(run.sections, run.pictures, run.start.classes)],
         time_spent=[(*PARTS[key], spent, spent / total) for key, spent in seconds.items()] if total else [],
         settings=hyperparameter_rows(run.start.hyperparameters),
     )

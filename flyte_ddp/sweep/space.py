@@ -8,13 +8,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.checks.fields import LARGEST_INT, CheckedFields, setting, short_repr
 from flyte_ddp.checks.forms import fits
-from flyte_ddp.checks.parsing import parse_json, parse_yaml_number
+from flyte_ddp.checks.parsing import JsonObject, parse_json, parse_yaml_number
 from flyte_ddp.config import FIELDS_WITH_OPTIONS, Hyperparameters
 from flyte_ddp.errors import UserError, require_extra, unknown_name_error
+
+if TYPE_CHECKING:
+    from optuna import Study
+    from optuna.distributions import BaseDistribution
 
 ETA = 3  # the best third of a rung's trials enters the next rung, for three times the steps
 WAVE = 9  # trials that tpe draws at once, with the results of all earlier trials
@@ -212,7 +216,7 @@ def set_values(base: Hyperparameters, values: Mapping[str, Any]) -> Hyperparamet
     return dataclasses.replace(base, **changes)
 
 
-def list_values(hp: Hyperparameters) -> dict[str, Any]:
+def list_values(hp: Hyperparameters) -> JsonObject:
     """Return all hyperparameters and given options by name in a space.
 
     An option is ``options.model.NAME``, for example.
@@ -357,7 +361,7 @@ def draw_wave(
     return made
 
 
-def list_places(sweep: Sweep) -> dict[str, Any]:
+def list_places(sweep: Sweep) -> "dict[str, BaseDistribution]":
     """Return Optuna's distributions of the values' places in [0, 1), by name."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution
 
@@ -369,7 +373,7 @@ def list_places(sweep: Sweep) -> dict[str, Any]:
     }
 
 
-def ask_tpe(sweep: Sweep, study: Any, places: Mapping[str, Any]) -> Iterator[list[Any]]:
+def ask_tpe(sweep: Sweep, study: "Study", places: "dict[str, BaseDistribution]") -> Iterator[list[Any]]:
     """Yield the values of TPE_DRAWS (36) points that Optuna draws, then of points that cover the space evenly.
 
     The same point may come again, because tpe repeats itself. The later points then help. ``study`` is Optuna's study,

@@ -7,12 +7,15 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from flyte_ddp.checks.parsing import JsonObject
 from flyte_ddp.runs.run_folder import METRICS, PREDICTIONS, UNFINISHED
 from flyte_ddp.text.json_lines import parse_records
+from flyte_ddp.tracking.messages import Status
 
 if TYPE_CHECKING:
     import wandb
@@ -27,28 +30,29 @@ WaitForEnd = Callable[[float], bool]  # waits up to this many seconds; returns w
 def feed_wandb(launcher: Connection[Any, Any]) -> int:
     """Open the wandb run, log records until training has ended, log the table of predictions, and close the run.
 
-    ``launcher`` is the connection to the launching process. The launcher first sends the arguments of ``wandb.init``,
-    the offset in metrics.jsonl where this attempt begins, and whether to wait for a record. When training has ended,
-    the launcher sends another message. The launcher receives wandb's status: folder, url and reason of a failure. The
-    death of the launcher also counts as the end of training. Lowers this process's priority during training. Prints
-    tracebacks to stderr.
+    ``launcher`` is the connection to the launching process, which sends an Order, and ENDED when training has ended.
+    The launcher receives a Status after each change. The death of the launcher also counts as the end of training.
+    Lowers this process's priority during training. Prints tracebacks to stderr.
 
     Returns:
         The exit code: 0, NOTHING_RECORDED, or 1 for a failure.
     """
     parent = os.getppid()
-    arguments, offset, on_first_record = launcher.recv()
+    order, status = launcher.recv(), Status()
+    arguments, offset = order.init_arguments, order.offset
     folder = Path(arguments["dir"])
 
     def wait_for_end(seconds: float) -> bool:
         return launcher.poll(seconds) or os.getppid() != parent
 
-    def send_status(**status: str) -> None:
+    def send_status(**changes: str) -> None:
+        nonlocal status
+        status = replace(status, **changes)
         with suppress(OSError):  # the launcher was killed
             launcher.send(status)
 
     os.nice(0 if wait_for_end(0) else 10)  # training has priority while it runs
-    if on_first_record:
+    if order.on_first_record:
         followed = follow_records(folder, offset, wait_for_end)
         if not any(record.get("kind") == "record" for record in followed):
             return NOTHING_RECORDED
@@ -82,7 +86,7 @@ def print_error(error: Exception) -> str:
 
 
 def open_wandb_run(
-    arguments: dict[str, Any], wait_for_end: WaitForEnd, report_error: Callable[[Exception], None]
+    arguments: JsonObject, wait_for_end: WaitForEnd, report_error: Callable[[Exception], None]
 ) -> wandb.Run:
     """Open a wandb run, and retry after errors until training ends, with pauses of 30 s.
 
@@ -103,7 +107,7 @@ def open_wandb_run(
             ended = wait_for_end(RETRY_SECONDS)
 
 
-def log_records(run: wandb.Run, records: Iterable[dict[str, Any]]) -> tuple[bool, bool]:
+def log_records(run: wandb.Run, records: Iterable[JsonObject]) -> tuple[bool, bool]:
     """Log records to the wandb run, and return whether an "end" record came, and whether the run makes predictions.
 
     Also updates the run's config and summary. Removes keys from the records.
@@ -139,7 +143,7 @@ def log_records(run: wandb.Run, records: Iterable[dict[str, Any]]) -> tuple[bool
     return trained, has_predictions
 
 
-def follow_records(run_folder: Path, offset: int, wait_for_end: WaitForEnd) -> Iterator[dict[str, Any]]:
+def follow_records(run_folder: Path, offset: int, wait_for_end: WaitForEnd) -> Iterator[JsonObject]:
     """Yield the records of metrics.jsonl from byte ``offset`` on, until training has ended and all records are read.
 
     Each ``next()`` may wait for a new record. Lines that are no JSON objects, and lines that were yielded before, are

@@ -9,14 +9,17 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from subprocess import DEVNULL, Popen, TimeoutExpired
 from typing import Any
 
+from flyte_ddp.checks.parsing import JsonObject
 from flyte_ddp.errors import StoppedError, print_to_stderr, shorten_path
 from flyte_ddp.machine.process import kill_process_trees
 from flyte_ddp.runs.run_folder import METRICS
 from flyte_ddp.settings import Settings
+from flyte_ddp.tracking.messages import ENDED, Order, Status
 from flyte_ddp.tracking.wandb_feed import NOTHING_RECORDED, POLL_SECONDS, open_run_file
 
 COMMAND = (sys.executable, "-m", "flyte_ddp.tracking.wandb_feed")
@@ -52,7 +55,7 @@ def log_to_wandb(
             process.finish(seconds)
 
 
-def make_init_arguments(run_folder: Path, settings: Settings, hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
+def make_init_arguments(run_folder: Path, settings: Settings, hyperparameters: Mapping[str, Any]) -> JsonObject:
     """Return the arguments of ``wandb.init``. Without ``settings.wandb_run_id``, the run's id is random."""
     return {
         "dir": str(run_folder.absolute()),
@@ -94,7 +97,7 @@ class WandbProcess:
         offset = 0  # bytes of metrics.jsonl that an earlier attempt has written
         with suppress(FileNotFoundError), open_run_file(run_folder, METRICS) as file:
             offset = os.fstat(file.fileno()).st_size
-        self.status = {"folder": "", "url": "", "reason": ""}  # as the child has sent it
+        self.status = Status()  # as the child has sent it
         self.pipe, childs_pipe = multiprocessing.Pipe()
         with childs_pipe, (self.folder / LOG).open("ab") as log:
             self.process = Popen(
@@ -107,14 +110,15 @@ class WandbProcess:
                 stderr=log,
                 start_new_session=True,  # a terminal's Ctrl-C does not reach the child
             )
-        self.pipe.send((make_init_arguments(run_folder, settings, hyperparameters), offset, on_first_record))
+        arguments = make_init_arguments(run_folder, settings, hyperparameters)
+        self.pipe.send(Order(arguments, offset, on_first_record))
 
     def receive_status(self) -> bool:
         """Update ``status`` with the child's messages, and return whether wandb has opened the run."""
         with suppress(EOFError, OSError):  # the child has ended
             while self.pipe.poll():
-                self.status |= self.pipe.recv()
-        return bool(self.status["folder"])
+                self.status = self.pipe.recv()
+        return bool(self.status.folder)
 
     def finish(self, seconds: float) -> None:
         """Notify the child that training has ended, wait for the exit, and print the location of the run to stderr.
@@ -126,7 +130,7 @@ class WandbProcess:
         """
         start = time.monotonic()
         with suppress(OSError):  # the child may have ended
-            self.pipe.send("over")  # closing is not enough: forked processes may hold copies of the pipe
+            self.pipe.send(ENDED)  # closing is not enough: forked processes may hold copies of the pipe
         try:
             while self.process.poll() is None:
                 share = 1 if self.receive_status() or self.settings.wandb_mode == "offline" else OPEN_SHARE
@@ -143,16 +147,16 @@ class WandbProcess:
         if code == NOTHING_RECORDED:
             self.remove_empty_folder()
             return
-        if code < 0 and not self.status["reason"]:
+        if code < 0 and not self.status.reason:
             killed = "timed out" if is_open else "the server did not answer"
-            self.status["reason"] = killed if late else "wandb was killed"
-        sent = bool(self.status["url"]) and code == 0
+            self.status = replace(self.status, reason=killed if late else "wandb was killed")
+        sent = bool(self.status.url) and code == 0
         print_to_stderr(self.describe_outcome(sent))
         with suppress(OSError):
             unsent = self.folder / "unsent"
             unsent.unlink(missing_ok=True)
             if self.settings.wandb_kept_at and is_open and not sent:
-                unsent.write_text(Path(self.status["folder"]).name)
+                unsent.write_text(Path(self.status.folder).name)
 
     def remove_empty_folder(self) -> None:
         """Remove the folder ``wandb`` unless it has files with content."""
@@ -167,8 +171,8 @@ class WandbProcess:
 
         If the run cannot be sent, the line names the file with all metrics.
         """
-        folder, url, reason = self.status.values()
-        reason = f" ({reason})" if reason else ""
+        folder, url = self.status.folder, self.status.url
+        reason = f" ({self.status.reason})" if self.status.reason else ""
         if sent:
             return f"wandb: {url}{reason}"
         what = f"{url} is not complete" if url else "kept offline" if folder else "nothing was logged"

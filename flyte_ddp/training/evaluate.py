@@ -18,6 +18,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.loading.split import Split
 from flyte_ddp.objectives.objective import Objective, convert_outputs, loss_columns
 from flyte_ddp.parallel.distributed import broadcast_object, gather_objects, hide_process_group, rank, world_size
+from flyte_ddp.runs.checkpoint import State
 from flyte_ddp.samples.leaves import Leaves
 
 Key = tuple[int, int, str, tuple[int, ...]]  # of a batch's column: the first sample, samples, name, shape of a row
@@ -207,10 +208,10 @@ class Selection:
         found = validation.measures.get(self.measure, math.nan)
         return found if self.keep != "best" or self.sign * found < self.best else self.sign * self.best
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return {name: getattr(self, name) for name in SAVED} | {"test": vars(self.test) if self.epoch else None}
 
-    def load_state_dict(self, saved: dict[str, Any], weights: dict[str, Tensor]) -> None:
+    def load_state_dict(self, saved: State, weights: dict[str, Tensor]) -> None:
         """Restore the result of :meth:`state_dict`. If weights were kept, ``weights`` are these weights."""
         for name in SAVED:
             setattr(self, name, saved[name])

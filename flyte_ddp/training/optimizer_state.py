@@ -12,6 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.models.state_dicts import find_refused_value
+from flyte_ddp.runs.checkpoint import State
+
+Attributes = dict[str, Any]  # numbers, truth values and tensors of an optimiser, by name
 
 
 def check_optimizer_state(optimizer: Optimizer, spec: str) -> None:
@@ -68,7 +71,7 @@ def list_inner_optimizers(optimizer: Any) -> Iterator[tuple[str, Optimizer]]:
                         yield path + name, inner
 
 
-def read_attributes(optimizer: Optimizer) -> list[dict[str, Any]]:
+def read_attributes(optimizer: Optimizer) -> list[Attributes]:
     """Return the attributes of an optimiser, and of inner optimisers, that are numbers, truth values or tensors.
 
     Returns a dict for the optimiser, and then a dict for each inner optimiser. A ``state_dict`` does not have these
@@ -79,7 +82,7 @@ def read_attributes(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{name: value for name, value in vars(holder).items() if type(value) in kinds} for holder in holders]
 
 
-def changed_attributes(optimizer: Optimizer, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def changed_attributes(optimizer: Optimizer, before: list[Attributes]) -> list[Attributes]:
     """Return the attributes of an optimiser that differ from ``before``, an earlier result of :func:`read_attributes`.
 
     ``before`` must be a copy on the CPU. Attributes that no step changes may be specific to this rank, such as the
@@ -99,7 +102,7 @@ def same_value(value: Any, other: Any) -> bool:
     return type(value) is type(other) and bool(value == other)
 
 
-def load_attributes(optimizer: Optimizer, saved: list[dict[str, Any]]) -> None:
+def load_attributes(optimizer: Optimizer, saved: list[Attributes]) -> None:
     """Set the attributes of an optimiser, and of inner optimisers, that :func:`changed_attributes` returned.
 
     Tensors stay on the optimiser's devices.
@@ -111,7 +114,7 @@ def load_attributes(optimizer: Optimizer, saved: list[dict[str, Any]]) -> None:
             vars(holder)[name] = value.to(now.device) if isinstance(now, Tensor) else value
 
 
-def load_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+def load_optimizer_state(optimizer: Optimizer, saved: State) -> None:
     """Load a ``state_dict`` into an optimiser, and keep the types of the saved values.
 
     By itself, torch casts tensors to the parameter's type, also in lists and dicts, and loses texts. Optimisers in
@@ -130,9 +133,9 @@ def load_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
 class TypeRestorer:
     """Hooks of an optimiser's ``load_state_dict`` that undo torch's casts."""
 
-    saved: dict[str, Any]
+    saved: State
 
-    def keep(self, _: Optimizer, saved: dict[str, Any]) -> None:
+    def keep(self, _: Optimizer, saved: State) -> None:
         """Keep the ``state_dict`` that is about to be loaded."""
         self.saved = saved
 

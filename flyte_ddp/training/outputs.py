@@ -2,10 +2,11 @@
 
 import math
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -46,6 +47,17 @@ OF_SHOWN = ("masks", "true_masks", "values")  # arrays of only those test sample
 LEAST_STEPS = 30  # a shorter run is a trial
 VERIFIED_SAMPLES = 64
 MOST_APART = 1e-3  # share of the largest logit; a GPU may compute convolutions in TF32, with 10 bits
+
+Arrays = dict[str, NDArray[Any]]  # of the predictions file, by name
+Values = TypeVar("Values")
+
+
+class DescribedBatch(NamedTuple):
+    """A batch of test samples for the predictions file."""
+
+    inputs: tuple[str, ...]  # the names of inputs whose values the report shows
+    columns: TableColumns  # answers and truths
+    arrays: Arrays  # [samples, ...] by name
 
 
 def write_start_record(state: TrainingState, recorder: Recorder, *, resumed_from: Checkpoint | None) -> None:
@@ -127,7 +139,7 @@ def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
         recorder.add_warning(f"objective={plan.objective.name!r} could not describe its predictions: {error!r}")
         described = collect_predictions(state, Objective(objective.facts), test, rows)
     with replace_file(work.output_folder / PREDICTIONS) as file:
-        np.savez(file, **described)
+        np.savez(file, **described)  # type: ignore[arg-type]  # NumPy's types have allow_pickle among the arrays
     if state.step >= LEAST_STEPS:
         pictures, loaders = isinstance(state.spec, InputSpec), state.training.source.loaders
         recorder.add_warning(describe_waiting(state.clock.seconds, state.hardware, loaders, pictures=pictures))
@@ -265,7 +277,7 @@ def list_report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from
     return texts
 
 
-def collect_predictions(state: TrainingState, objective: Objective, test: Evaluation, rows: int) -> dict[str, Any]:
+def collect_predictions(state: TrainingState, objective: Objective, test: Evaluation, rows: int) -> Arrays:
     """Return the arrays of the predictions file by name. Runs the kept model on these samples again.
 
     Arrays hold the first ``rows`` test samples, then the samples that sections of the report show. Only the first
@@ -277,10 +289,10 @@ def collect_predictions(state: TrainingState, objective: Objective, test: Evalua
     shown = [sample for section in sections if isinstance(section, Pictures) for sample in section.samples]
     index = np.array([*range(rows), *shown], dtype=np.int32)
     parts = [*describe_batches(state, objective, index)]
-    [inputs] = {tuple(part.pop("value_columns")) for part in parts} or {()}
-    columns = merge_batches([part.pop("columns") for part in parts])
+    [inputs] = {part.inputs for part in parts} or {()}
+    columns = merge_batches([part.columns for part in parts], lambda lists: [*chain.from_iterable(lists)])
     texts, numbers = name_table_columns(columns)
-    arrays = merge_batches(parts)
+    arrays = merge_batches([part.arrays for part in parts], np.concatenate)
     return {
         **{name: values[rows:] if name in OF_SHOWN else values for name, values in arrays.items()},
         "index": index,
@@ -305,22 +317,17 @@ def name_table_columns(columns: TableColumns) -> tuple[list[str], list[str]]:
     return texts, [name for name in numbers if name == "score" or len(numbers) <= MOST_COLUMNS + 1]
 
 
-def merge_batches(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the parts of all batches as one: arrays are concatenated, and lists are joined, by name.
-
-    Names that some batch lacks are dropped. Without batches, returns {}.
-    """
+def merge_batches(parts: Sequence[Mapping[str, Values]], join: Callable[[list[Values]], Values]) -> dict[str, Values]:
+    """Return the values of all batches, joined by name. Names that some batch lacks are dropped."""
     return {
-        name: np.concatenate([part[name] for part in parts])
-        if isinstance(first, np.ndarray)
-        else [value for part in parts for value in part[name]]
-        for name, first in (parts[0].items() if parts else ())
+        name: join([part[name] for part in parts])
+        for name in (parts[0] if parts else ())
         if all(name in part for part in parts)  # a batch of shorter padded samples has fewer columns of numbers
     }
 
 
-def describe_batches(state: TrainingState, objective: Objective, index: NDArray[np.int32]) -> Iterator[dict[str, Any]]:
-    """Yield the arrays and columns of a batch of test samples, by name, until all of ``index`` are done.
+def describe_batches(state: TrainingState, objective: Objective, index: NDArray[np.int32]) -> Iterator[DescribedBatch]:
+    """Yield descriptions of batches of test samples, until all of ``index`` are done.
 
     ``index`` has the positions of the samples in the order of the test split. Runs the kept model in evaluation mode.
     """
@@ -334,16 +341,15 @@ def describe_batches(state: TrainingState, objective: Objective, index: NDArray[
             outputs = state.predict(inputs, targets, len(places))
         values = state.data.list_inputs(inputs, numbers)
         texts = [describe_inputs(values, row).values() for row in range(len(places))]
-        yield {
-            "value_columns": [*values],
-            "values": np.array([*map(list, texts)], dtype=np.str_).reshape(len(places), len(values)),
-            "names": np.array(names, dtype=np.str_),
-            **({"images": inputs.cpu().numpy()} if isinstance(state.spec, InputSpec) else {}),
-            **describe_answers(objective, convert_outputs(outputs, torch.float32), targets, len(places)),
-        }
+        answers, arrays = describe_answers(objective, convert_outputs(outputs, torch.float32), targets, len(places))
+        arrays["values"] = np.array([*map(list, texts)], dtype=np.str_).reshape(len(places), len(values))
+        arrays["names"] = np.array(names, dtype=np.str_)
+        if isinstance(state.spec, InputSpec):
+            arrays["images"] = inputs.cpu().numpy()
+        yield DescribedBatch((*values,), answers, arrays)
 
 
-def describe_answers(objective: Objective, outputs: Any, targets: Leaves, samples: int) -> dict[str, Any]:
+def describe_answers(objective: Objective, outputs: Any, targets: Leaves, samples: int) -> tuple[TableColumns, Arrays]:
     """Return the columns of answers and truths of ``samples`` samples, and for each sample a score and short texts.
 
     For objectives with masks, the texts are empty, and the masks of predictions and truths are added. The score is NaN
@@ -351,12 +357,12 @@ def describe_answers(objective: Objective, outputs: Any, targets: Leaves, sample
     """
     answers = objective.answers(objective.hide_padding(outputs, targets))
     truths, masks = objective.truths(targets), objective.masks(outputs)
-    found: dict[str, Any] = {"columns": merge_columns(answers, truths)}
-    found["score"] = np.array(answers.get("score", [np.nan] * samples), dtype=np.float32)
+    merged = merge_columns(answers, truths)
+    arrays: Arrays = {"score": np.array(answers.get("score", [np.nan] * samples), dtype=np.float32)}
     if masks is not None:
         kind = np.uint8 if objective.outputs < 256 else np.int32
-        found["masks"], found["true_masks"] = (values.cpu().numpy().astype(kind) for values in (masks, targets))
+        arrays["masks"], arrays["true_masks"] = (values.cpu().numpy().astype(kind) for values in (masks, targets))
         answers = truths = {}
     for name, columns in (("prediction", answers), ("truth", truths)):
-        found[name] = np.array(describe_samples(columns, name, samples), dtype=np.str_)
-    return found
+        arrays[name] = np.array(describe_samples(columns, name, samples), dtype=np.str_)
+    return merged, arrays

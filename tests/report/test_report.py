@@ -15,7 +15,7 @@ from report_page import Page, matrix, records, write_run
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.report import figures, report
-from flyte_ddp.report.figures import Series, list_section_values
+from flyte_ddp.report.figures import Series, draw_sections
 from flyte_ddp.text import formatting
 from flyte_ddp.text.sections import Confusions, Scatter, Section, Table, encode_sections
 
@@ -275,10 +275,10 @@ def test_odd_values_can_be_drawn(values: list[float]) -> None:
 )
 def test_a_section_that_cannot_be_drawn_says_so_in_its_place(section: Section) -> None:
     fine = Table("Fine", "", ["a"], [[1.0]])
-    drawn = [*list_section_values([section, fine], {}, [])]
-    assert [each["title"] for each in drawn] == ["Mine", "Fine"]
-    assert "could not be drawn (" in drawn[0]["text"]
-    assert drawn[1]["rows"] == [("1.0000",)]
+    drawn = [*draw_sections([section, fine], {}, [])]
+    assert [each.title for each in drawn] == ["Mine", "Fine"]
+    assert "could not be drawn (" in drawn[0].text
+    assert drawn[1].rows == [("1.0000",)]
 
 
 def test_numbers_are_given_in_units_that_suit_them() -> None:

@@ -169,7 +169,7 @@ def test_a_server_that_comes_back_gets_everything_and_no_file_the_key(case: Case
     case.monkeypatch.setattr(wandb_run, "COMMAND", (sys.executable, "-c", IMPATIENT))
     with case.server("denies") as server:
         wandb = case.start("online", opened=False)
-        wait_until(lambda: not wandb.receive_status() and wandb.status["reason"])
+        wait_until(lambda: not wandb.receive_status() and wandb.status.reason)
         server.behaviour = "works"
         wait_until(wandb.receive_status)
         said = case.finish()
