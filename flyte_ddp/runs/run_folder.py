@@ -62,11 +62,11 @@ def unwritable_folder_error(folder: Path, error: OSError) -> UserError:
 
 
 def remove_outputs(folder: Path, names: Sequence[str]) -> None:
-    """Remove the named files and temporary files from a run's output folder, the last name first.
+    """Remove the named files and temporary files from a run's output folder.
 
     Keeps the metrics, which show why a run failed.
     """
-    for name in reversed(names):
+    for name in names:
         (folder / name).unlink(missing_ok=True)
     remove_temporary_files(folder)
 
