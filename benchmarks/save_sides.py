@@ -20,9 +20,9 @@ from flyte_ddp import current_rank
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import open_prepared
 from flyte_ddp.launch.supervise.rank import configure_malloc
+from flyte_ddp.plans.identity import checkpoint_identity
 from flyte_ddp.plans.opened_data import OpenedData
 from flyte_ddp.plans.resolve import detect_hardware, request_ranks, resolve
-from flyte_ddp.runs.identity import checkpoint_identity
 from flyte_ddp.runs.work import Work
 from flyte_ddp.training.checkpointing import Checkpointer
 from flyte_ddp.training.plan import TrainingJob

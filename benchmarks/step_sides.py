@@ -29,9 +29,9 @@ from flyte_ddp.datasets.prepared_folder import StoredSet
 from flyte_ddp.launch.supervise.rank import configure_malloc
 from flyte_ddp.machine.resources import detect_world
 from flyte_ddp.models.inputs import InputSpec
+from flyte_ddp.plans.identity import checkpoint_identity
 from flyte_ddp.plans.opened_data import OpenedData
 from flyte_ddp.plans.resolve import detect_hardware, request_ranks, resolve
-from flyte_ddp.runs.identity import checkpoint_identity
 from flyte_ddp.runs.work import Work
 from flyte_ddp.settings import Settings
 from flyte_ddp.training.plan import TrainingJob

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from flyte_ddp.errors import UserError as UserError
     from flyte_ddp.loops.current_rank import CurrentRank as CurrentRank
     from flyte_ddp.loops.current_rank import current_rank as current_rank
-    from flyte_ddp.loops.run_ranks import run_ranks as run_ranks
     from flyte_ddp.models.artifacts import load_model as load_model
     from flyte_ddp.parallel.exchange import across_ranks as across_ranks
     from flyte_ddp.parallel.sharing import batches as batches
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from flyte_ddp.release.promotion import load_champion as load_champion
     from flyte_ddp.run import Result as Result
     from flyte_ddp.run import run_training as run_training
+    from flyte_ddp.run_function import run_ranks as run_ranks
     from flyte_ddp.settings import Settings as Settings
     from flyte_ddp.training.optimizer_state import load_optimizer_state as load_optimizer_state
 
@@ -45,7 +45,6 @@ NAMES = {  # by module
     "datasets": ("Table", "arrays", "fetch", "image_arrays", "on_demand", "split_by_id"),
     "errors": ("RankError", "StoppedError", "UnreachableError", "UserError"),
     "loops.current_rank": ("CurrentRank", "current_rank"),
-    "loops.run_ranks": ("run_ranks",),
     "models.artifacts": ("load_model",),
     "parallel.exchange": ("across_ranks",),
     "parallel.sharing": ("batches", "evaluation_batches", "sum_over_ranks"),
@@ -53,6 +52,7 @@ NAMES = {  # by module
     "release.promotion": ("load_champion",),
     "results": ("results",),  # the module itself
     "run": ("Result", "run_training"),
+    "run_function": ("run_ranks",),
     "settings": ("Settings",),
     "training.optimizer_state": ("load_optimizer_state",),
 }

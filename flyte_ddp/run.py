@@ -10,13 +10,14 @@ from flyte_ddp.files import SIDECAR, WEIGHTS
 from flyte_ddp.launch.default import choose_launcher
 from flyte_ddp.models.initial_weights import fetch_weights
 from flyte_ddp.models.sidecar import read_sidecar
+from flyte_ddp.plans.identity import checkpoint_identity
 from flyte_ddp.plans.resolve import request_ranks, resolve
 from flyte_ddp.progress import Progress
-from flyte_ddp.runs.identity import checkpoint_identity
 from flyte_ddp.runs.procedure import open_run
 from flyte_ddp.runs.run_folder import METRICS, OUTPUTS, REPORT, RUNG, UNFINISHED
 from flyte_ddp.runs.work import Launch, Work
 from flyte_ddp.settings import Settings, read_settings
+from flyte_ddp.storage.result_store import mirror_results
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ def run_part(
     )
     with (
         open_run(work, run_folder, (RUNG, *OUTPUTS)) as work,
+        mirror_results(unfinished, settings.results_copy, run_folder.name, resuming=work.checkpoint is not None),
         wandb_run.log_to_wandb(run_folder, settings, hp.to_dict()),
     ):
         init_from = hp.init_from if work.checkpoint is None else ""

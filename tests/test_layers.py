@@ -20,7 +20,7 @@ with tempfile.TemporaryDirectory() as folder:
     run_training(Hyperparameters(dataset="digits", max_steps=2, num_ranks=1), data, Path(folder, "run"), settings)
 """
 IDENTITY = (
-    "from flyte_ddp.config import Hyperparameters; from flyte_ddp.runs.identity import run_name\n"
+    "from flyte_ddp.config import Hyperparameters; from flyte_ddp.plans.identity import run_name\n"
     "run_name(Hyperparameters(model='resnet18', init_from='torchvision:DEFAULT'), 'data')"
 )
 
@@ -44,7 +44,7 @@ IDENTITY = (
         ),
         pytest.param(FIRST_STEPS, ("sympy", "torch._dynamo", "torchvision"), marks=pytest.mark.slow, id="a training"),
         pytest.param(f"import {LAUNCHER}", ("torch", "wandb"), id="what starts ranks"),
-        pytest.param("import flyte_ddp.loops.run_ranks", ("numpy", *HEAVY), id="what starts ranks of own functions"),
+        pytest.param("import flyte_ddp.run_function", ("numpy", *HEAVY), id="what starts ranks of own functions"),
         pytest.param(IDENTITY, ("torch", "torchvision"), id="what identifies a run with torchvision's weights"),
         pytest.param("import flyte_ddp.release.__main__", ("scipy", "flytekit", *HEAVY), id="what reads a registry"),
         pytest.param("import flyte_ddp", ("numpy", "torch", "flytekit"), id="the package"),

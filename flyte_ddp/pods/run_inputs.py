@@ -5,11 +5,11 @@ from pathlib import Path
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetching
+from flyte_ddp.plans import identity
 from flyte_ddp.plans.resolve import check_requested_resources
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.platforms import NO_SCHEDULE
 from flyte_ddp.pods.profiles import node_and_rank_limits
-from flyte_ddp.runs import identity
 from flyte_ddp.settings import read_settings
 from flyte_ddp.user_code.callables import split_spec
 from flyte_ddp.user_code.modules import refuse_foreign_module

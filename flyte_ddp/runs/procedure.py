@@ -10,7 +10,6 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.progress import Progress
 from flyte_ddp.runs import run_folder
 from flyte_ddp.runs.checkpoint import rewind_to_newest_checkpoint
-from flyte_ddp.runs.result_store import mirror_results
 from flyte_ddp.runs.work import Work
 
 
@@ -19,8 +18,7 @@ def open_run(work: Work, folder: Path, outputs: Sequence[str], *, is_temporary: 
     """Lock and prepare a run's folder, yield the work with the checkpoint to resume from, and publish a complete run.
 
     The block must launch the yielded work and write the page. Prints the checkpoint's step, unless progress is off.
-    Without a checkpoint, empties metrics.jsonl and removes ``results/``. During the block copies ``results/`` to
-    ``settings.results_copy``. The end of the block waits up to 60 s for the copy.
+    Without a checkpoint, empties metrics.jsonl and removes ``results/``.
 
     If ranks write into ``unfinished/``, publishes the earlier run there before the block, and this run after the block,
     each only if it is complete. A complete run is published also after an error, such as Ctrl-C during the wait for
@@ -35,7 +33,6 @@ def open_run(work: Work, folder: Path, outputs: Sequence[str], *, is_temporary: 
     Raises:
         UserError: Another run is in the folder, the folder cannot be written, or its ``results/`` belongs to no run.
         UserError: No existing checkpoint is readable, or the newest checkpoint is of another run.
-        UserError: ``settings.results_copy`` contains the folder, or cannot be written to.
     """
     output_folder, settings = work.output_folder, work.settings
     with run_folder.hold_run_folder(folder):
@@ -51,8 +48,7 @@ def open_run(work: Work, folder: Path, outputs: Sequence[str], *, is_temporary: 
             found = rewind_to_newest_checkpoint(output_folder, work.identity)
             if found is not None:
                 Progress(settings.progress).print_note(found.describe_resumption())
-            with mirror_results(output_folder, settings.results_copy, folder.name, resuming=found is not None):
-                yield replace(work, checkpoint=found)
+            yield replace(work, checkpoint=found)
         except BaseException as error:
             run_folder.finish_error(error, None if is_temporary else output_folder)
             if not (output_folder / run_folder.REPORT).exists():  # otherwise the run is complete

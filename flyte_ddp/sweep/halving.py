@@ -23,9 +23,9 @@ from flyte_ddp.checks.parsing import parse_json
 from flyte_ddp.checks.records import Count, JsonRecord
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import BusyError, OutOfMemoryError, RankError, UnreachableError, UserError
+from flyte_ddp.plans.identity import run_name
 from flyte_ddp.pods.paths import resolve_folder
 from flyte_ddp.report.report import Run
-from flyte_ddp.runs.identity import run_name
 from flyte_ddp.runs.metrics import RungResult
 from flyte_ddp.runs.run_folder import RUNG, UNFINISHED, is_finished
 from flyte_ddp.storage import MissingError, UnavailableError

@@ -12,12 +12,12 @@ from typing import Any
 
 from flyte_ddp.errors import print_to_stderr
 from flyte_ddp.loops.call import Call
-from flyte_ddp.loops.run_ranks import disable_wandb_without_key, print_how_to_resume, remove_saves, run_call
 from flyte_ddp.machine.resources import Request
 from flyte_ddp.pods.live_page import publish_function_page
 from flyte_ddp.pods.paths import print_local_files, resolve_folder
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.retries import open_checkpoint_store, pod_run
+from flyte_ddp.run_function import disable_wandb_without_key, print_how_to_resume, remove_saves, run_call
 from flyte_ddp.runs.checkpoint import GO_ON, describe_going_on, newest_step
 from flyte_ddp.runs.run_folder import METRICS, REPORT
 from flyte_ddp.runs.work import Launch

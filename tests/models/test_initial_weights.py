@@ -19,9 +19,9 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.initial_weights import FILE_ADVICE, fetch_weights, identify_weights, load_initial_weights
 from flyte_ddp.models.sidecar import read_sidecar
+from flyte_ddp.plans import identity
 from flyte_ddp.progress import Progress
 from flyte_ddp.run import run_training
-from flyte_ddp.runs import identity
 from flyte_ddp.settings import Settings
 from flyte_ddp.text.json_lines import read_records
 

@@ -30,9 +30,9 @@ from flyte_ddp.loading.cropping import crop_to_square
 from flyte_ddp.models import zoo
 from flyte_ddp.models.initial_weights import fetch_weights, load_initial_weights, torch_hub_folder
 from flyte_ddp.models.inputs import InputSpec, prepare_inputs
+from flyte_ddp.plans.identity import check_known_image_size, model_identity
 from flyte_ddp.progress import Progress
 from flyte_ddp.run import Result
-from flyte_ddp.runs.identity import check_known_image_size, model_identity
 
 DEFAULT = "torchvision:DEFAULT"
 GREY = InputSpec(1, 28, 28, (0.1,), (0.2,))

@@ -15,8 +15,8 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, fingerprint
 from flyte_ddp.errors import UserError
 from flyte_ddp.launch.remote.sources import pack_sources
+from flyte_ddp.plans.identity import run_name
 from flyte_ddp.run import run_training
-from flyte_ddp.runs.identity import run_name
 from flyte_ddp.runs.work import Work
 
 OWN = [field.name for field in dataclasses.fields(Hyperparameters) if field.metadata["own"]]

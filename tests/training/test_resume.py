@@ -12,10 +12,10 @@ from training_runs import QUIET, Train, notes, resumed_steps, train_in, weights
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, UserError
+from flyte_ddp.plans.identity import checkpoint_identity
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint import Arithmetic, Checkpoint, Identity
-from flyte_ddp.runs.identity import checkpoint_identity
 from flyte_ddp.runs.run_folder import OUTPUTS, UNFINISHED
 from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.training.training_state import TrainingState

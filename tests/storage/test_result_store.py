@@ -12,10 +12,9 @@ from flyte_ddp import results, storage
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import StoppedError, UserError
 from flyte_ddp.run import run_training
-from flyte_ddp.runs import result_store
-from flyte_ddp.runs.result_store import mirror_results
 from flyte_ddp.settings import Settings
-from flyte_ddp.storage import transfer
+from flyte_ddp.storage import result_store, transfer
+from flyte_ddp.storage.result_store import mirror_results
 
 HP = Hyperparameters(model="user_models:handing_in", epochs=2, max_steps=4, batch_size=100, num_ranks=1)
 

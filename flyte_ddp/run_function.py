@@ -22,6 +22,7 @@ from flyte_ddp.runs.procedure import open_run
 from flyte_ddp.runs.run_folder import METRICS, REPORT, hold_run_folder
 from flyte_ddp.runs.work import Launch, Work
 from flyte_ddp.settings import Settings, read_settings
+from flyte_ddp.storage.result_store import mirror_results
 from flyte_ddp.text.json_lines import read_records
 
 
@@ -124,6 +125,7 @@ def run_call(
     )
     with (
         open_run(work, folder, (REPORT, RETURNED), is_temporary=is_temporary) as work,
+        mirror_results(folder, settings.results_copy, folder.name, resuming=work.checkpoint is not None),
         wandb_run.log_to_wandb(folder, settings, call.shown, on_first_record=True),
     ):
         launch(work)
