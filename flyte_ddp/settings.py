@@ -56,7 +56,6 @@ class Settings:
     wandb_entity: str = ""
     wandb_mode: str = "offline"  # online, offline or disabled
     wandb_table_rows: int = 200
-    wandb_watch: bool = False
     wandb_timeout: float = 30.0
     cache_folder: Path = field(default_factory=lambda: runs_folder() / "cache")
     cache_bytes: int | None = None  # None: no limit
@@ -64,7 +63,7 @@ class Settings:
     results_copy: str = ""
     weights_source: str = ""  # folder or address with torchvision's weights files; empty: torchvision's address
     wandb_run_id: str = field(default="", kw_only=True)
-    wandb_kept_at: str = field(default="", kw_only=True)  # where the caller puts unsent records; empty: nowhere
+    wandb_kept_at: str = field(default="", kw_only=True)  # where unsent metrics are uploaded; empty: nowhere
 
 
 def read_settings() -> Settings:
@@ -87,7 +86,6 @@ def read_settings() -> Settings:
         wandb_entity=read_text("WANDB_ENTITY"),
         wandb_mode=read_choice("WANDB_MODE", ("online", "offline", "disabled")) or with_key,
         wandb_table_rows=read_whole_number("FLYTE_DDP_WANDB_TABLE_ROWS"),
-        wandb_watch=read_text("FLYTE_DDP_WANDB_WATCH") == "1",
         wandb_timeout=read_number("FLYTE_DDP_WANDB_TIMEOUT"),
         cache_folder=Path(read_text("FLYTE_DDP_CACHE") or runs_folder() / "cache").absolute(),
         cache_bytes=read_whole_number("FLYTE_DDP_CACHE_BYTES") or None,

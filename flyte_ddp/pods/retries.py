@@ -16,7 +16,7 @@ from flyte_ddp.machine.process import postpone_signal, signal_handlers
 from flyte_ddp.pods import environment
 from flyte_ddp.pods.checkpoint_store import CheckpointStore
 from flyte_ddp.pods.platforms import Platform, execution_names, is_in_pod, storage_address
-from flyte_ddp.pods.wandb_settings import read_run_settings, upload_unsent_wandb
+from flyte_ddp.pods.wandb_settings import read_run_settings
 from flyte_ddp.runs.checkpoint import FOLDER, SLOTS
 from flyte_ddp.settings import Settings, read_number, read_text
 from flyte_ddp.storage import ForbiddenError
@@ -66,13 +66,12 @@ def pod_run(
     *,
     defer: Callable[[Callable[[], None]], object] = lambda record: record(),
 ) -> Iterator[Callable[[], Settings]]:
-    """Set up what a run of ranks needs around it in a pod: checkpoints that outlive the pod, and wandb's files.
+    """Make the checkpoints of a run of ranks outlive the pod, and yield a function that starts the attempt.
 
     Downloads the run's newest checkpoint, and uploads new checkpoints during the block. Yields a function that returns
     the run's settings, and records the launch of the ranks. Call this function when the data is available. The end of
-    the block waits for the last upload, records how the attempt ended, and uploads unsent wandb files. During the
-    download SIGTERM is deferred. Failed uploads are printed. Outside pods only yields the function, which records
-    nothing.
+    the block waits for the last upload, and records how the attempt ended. During the download SIGTERM is deferred.
+    Failed uploads are printed. Outside pods only yields the function, which records nothing.
 
     Args:
         platform: The platform that executes this task.
@@ -122,7 +121,6 @@ def pod_run(
         else:
             with suppress(Exception):
                 store.record_attempt_end(failure)
-        upload_unsent_wandb(platform, run_folder)
 
 
 def record_result(store: CheckpointStore) -> None:

@@ -3,13 +3,9 @@
 import os
 import posixpath
 from dataclasses import replace
-from pathlib import Path
 
-from flyte_ddp import storage
-from flyte_ddp.files import list_files
 from flyte_ddp.pods.environment import wandb_secret_id
 from flyte_ddp.pods.platforms import Platform, execution_names, is_in_pod, storage_address
-from flyte_ddp.runs.run_folder import UNFINISHED
 from flyte_ddp.settings import Settings, read_settings
 
 
@@ -30,21 +26,5 @@ def read_run_settings(platform: Platform, run: str) -> Settings:
         else:
             print(f"secret {'/'.join(secret)} is missing in this pod: wandb logs offline", flush=True)
     run_id = f"{execution_names()[2]}-{run}"[-128:]  # wandb accepts 128 characters
-    return replace(read_settings(), wandb_run_id=run_id, wandb_kept_at=unsent_address(platform))
-
-
-def unsent_address(platform: Platform) -> str:
-    return posixpath.join(storage_address(platform.output_address()), "wandb")
-
-
-def upload_unsent_wandb(platform: Platform, run_folder: Path) -> None:
-    """Upload the unsent wandb folder of a pod's run to the task's outputs. Prints failures."""
-    for folder in (run_folder / UNFINISHED / "wandb", run_folder / "wandb"):
-        try:
-            name = (folder / "unsent").read_text()  # written by flyte_ddp.tracking.wandb_run.WandbProcess
-            for path in list_files(folder / name):
-                storage.write_file(posixpath.join(unsent_address(platform), path.relative_to(folder)), path)
-        except FileNotFoundError:
-            continue
-        except Exception as error:
-            print(f"wandb's folder {folder} could not be uploaded: {error}", flush=True)
+    kept_at = posixpath.join(storage_address(platform.output_address()), "wandb")
+    return replace(read_settings(), wandb_run_id=run_id, wandb_kept_at=kept_at)

@@ -101,22 +101,6 @@ class EvaluationRecord(StepRecord):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bins(JsonRecord):
-    """A histogram."""
-
-    counts: list[Count]
-    edges: list[float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class WatchRecord(StepRecord):
-    """Histograms of the parameters after an evaluation, by the parameter's name."""
-
-    kind = "watch"
-    parameters: Mapping[str, Bins]
-
-
-@dataclass(frozen=True, kw_only=True)
 class ValuesRecord(StepRecord):
     """Numbers that a user-defined function has recorded for a step."""
 
@@ -170,7 +154,7 @@ KINDS: dict[str, type[MetricsRecord]] = {
 
 
 def read_metrics(path: Path) -> list[MetricsRecord]:
-    """Return the records of ``metrics.jsonl``. Lines that are no records are skipped, as are WatchRecords.
+    """Return the records of ``metrics.jsonl``. Lines that are no records are skipped.
 
     Raises:
         UserError: The file cannot be read, or a record has a value of another type.

@@ -18,8 +18,7 @@ class Order:
 class Status:
     """The state of the wandb run, as the child knows it."""
 
-    folder: str = ""  # of the opened run
-    url: str = ""
+    url: str = ""  # of the opened run
     reason: str = ""  # of the last failure
 
 

@@ -58,11 +58,8 @@ def feed_wandb(launcher: Connection[Any, Any]) -> int:
             return NOTHING_RECORDED
     try:
         run = open_wandb_run(arguments, wait_for_end, lambda error: send_status(reason=print_error(error)))
-        send_status(folder=str(Path(run.dir).parent), url=run.url or "", **({"reason": ""} if run.url else {}))
-        # An offline run gets all records, because `wandb sync` replaces all records of earlier attempts on the server.
-        first = 0 if arguments["mode"] == "offline" else offset
-        run.define_metric("*", step_metric="step")
-        trained, has_predictions = log_records(run, follow_records(folder, first, wait_for_end))
+        send_status(url=run.url or "", reason="")
+        trained, has_predictions = log_records(run, follow_records(folder, offset, wait_for_end))
         try:
             if trained and has_predictions:
                 with open_run_file(folder, PREDICTIONS) as file:
@@ -91,11 +88,11 @@ def open_wandb_run(
     """Open a wandb run, and retry after errors until training ends, with pauses of 30 s.
 
     Each error is passed to ``report_error``, and wandb's service of this process is stopped. After the end of training,
-    the error of a last try is raised. An offline run has a single try.
+    the error of a last try is raised.
     """
     import wandb
 
-    ended = arguments["mode"] == "offline"
+    ended = False
     while True:
         try:
             return wandb.init(**arguments)
@@ -112,13 +109,11 @@ def log_records(run: wandb.Run, records: Iterable[JsonObject]) -> tuple[bool, bo
 
     Also updates the run's config and summary. Removes keys from the records.
     """
-    import numpy as np
-    import wandb
-
+    run.define_metric("*", step_metric="step")
     trained = has_predictions = False
     for record in records:
         kind = record.pop("kind", None)
-        record.pop("time", None)
+        time = {"_timestamp": record.pop("time")} if "time" in record else {}  # by wandb's name
         if kind == "start":
             has_predictions = "classes" in record
             values = {**record.pop("hyperparameters"), "run": record}
@@ -128,15 +123,9 @@ def log_records(run: wandb.Run, records: Iterable[JsonObject]) -> tuple[bool, bo
             # None stands for a value that was not finite. The step is a column instead of log(step=...), because wandb
             # drops rows whose step is not above the last step. A train record and an evaluation record share a step,
             # and a retry resumes at an earlier step.
-            run.log({renamed.get(key, key): value for key, value in record.items() if value is not None})
-        elif kind == "watch":
-            histograms = {
-                f"parameters/{name}": wandb.Histogram(np_histogram=(np.array(each["counts"]), np.array(each["edges"])))
-                for name, each in record["parameters"].items()
-            }
-            run.log({"step": record["step"], **histograms})
+            run.log({renamed.get(key, key): value for key, value in record.items() if value is not None} | time)
         elif kind == "restart":
-            run.log({f"restart/{key}": value for key, value in record.items()})
+            run.log({f"restart/{key}": value for key, value in record.items()} | time)
         elif kind == "end":
             trained = True
             run.summary.update(record)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from flyte_ddp.hardware import Hardware
@@ -17,13 +16,12 @@ from flyte_ddp.parallel import distributed
 from flyte_ddp.parallel.strategies import WAITED
 from flyte_ddp.progress import StepProgress
 from flyte_ddp.runs.checkpoint import Arithmetic, State
-from flyte_ddp.runs.metrics import Bins, EvaluationRecord, MetricsRecord, Seconds, StepRecord, TrainRecord, WatchRecord
+from flyte_ddp.runs.metrics import EvaluationRecord, MetricsRecord, Seconds, StepRecord, TrainRecord
 from flyte_ddp.runs.run_folder import METRICS
 from flyte_ddp.text.json_lines import JsonLines, format_record, parse_records
 from flyte_ddp.training.evaluate import Evaluation
 from flyte_ddp.training.training_state import TrainingState
 
-HISTOGRAM_BINS = 64
 OTHER_RANKS_RECORDS = 4  # another rank than 0 may be ahead of rank 0 by a step, and by an evaluation
 LONG_WAIT = 0.2  # share of the steps' time in which a GPU waits for data
 SAVED = ("loss_sum", "weight", "samples", "samples_in_all", "training_seconds", "epoch_accuracies", "warnings")
@@ -147,20 +145,13 @@ class Recorder:
         self.weight = self.samples = 0
         self.since = self.training_time()
 
-    def record_evaluation(
-        self, epoch: int, step: int, validation: Evaluation, test: Evaluation, model: torch.nn.Module
-    ) -> None:
-        """Keep the test split's main measure. On rank 0, write and print the measures of both splits.
-
-        With ``wandb_watch``, also writes histograms of the parameters of ``model``.
-        """
+    def record_evaluation(self, epoch: int, step: int, validation: Evaluation, test: Evaluation) -> None:
+        """Keep the test split's main measure. On rank 0, write and print the measures of both splits."""
         self.epoch_accuracies.append(test.measures[self.main_measure])
         measures = {"validation": validation.measures, "test": test.measures}
         self.write(EvaluationRecord(epoch=epoch, step=step, validation=validation.measures, test=test.measures))
         if self.writes:
             self.progress.print_evaluation(step, measures, self.main_measure)
-            if self.settings.wandb_watch:
-                self.log.write(WatchRecord(step=step, parameters=parameter_histograms(model)).to_json_value())
 
     def add_warning(self, warning: str) -> None:
         """Keep a warning for the report, and print the warning on rank 0. Ignores an empty warning.
@@ -250,13 +241,3 @@ def gather_arithmetic(hardware: Hardware, device: torch.device) -> Arithmetic:
         channels_last="on" if hardware.channels_last else "off",
         strategy=hardware.strategy if len(devices) > 1 else "",
     )
-
-
-def parameter_histograms(model: torch.nn.Module) -> dict[str, Bins]:
-    """Return counts and edges of 64 bins of each parameter's finite values. Copies all parameters to the CPU."""
-    result = {}
-    for name, parameter in model.named_parameters():
-        values = parameter.detach().double().cpu().numpy()  # NumPy rejects fp32 values that differ by a few last bits
-        counts, edges = np.histogram(values[np.isfinite(values)], bins=HISTOGRAM_BINS)
-        result[name] = Bins(counts=counts.tolist(), edges=edges.tolist())
-    return result

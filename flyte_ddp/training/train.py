@@ -345,5 +345,5 @@ def finish_epoch(state: TrainingState, recorder: Recorder, evaluations: tuple[Ev
                 raise non_finite_loss_error(state.model, state.plan.optimizer.learning_rate, loss, **at, activation="")
         if evaluations:
             validation, test = evaluations
-            recorder.record_evaluation(state.epoch, state.step, validation, test, state.model)
+            recorder.record_evaluation(state.epoch, state.step, validation, test)
             state.selection.select_weights(state.epoch, validation, test, state.kept_model().state_dict())

@@ -21,14 +21,12 @@ SCORES = np.array(
 )
 TRUTH = np.array([0, 1, 1, 0, 0, 2])
 TABLE_ROWS = 4
-COUNTS, EDGES = [3, 0, 5, 1], [-1.0, -0.5, 0.0, 0.5, 1.0]
 RECORDS: list[dict[str, Any]] = [
     {"kind": "start", "hyperparameters": HYPERPARAMETERS, "num_ranks": 2, "device": "cpu", "classes": CLASSES},
     {"kind": "train", "epoch": 0, "step": 20, "loss": 0.9, "learning_rate": 0.05, "samples_per_second": 17000.0},
     {"kind": "train", "epoch": 0, "step": 40, "loss": math.inf, "learning_rate": 0.04, "samples_per_second": 16000.0},
     {"kind": "evaluation", "epoch": 1, "step": 40, "validation_loss": 0.5, "validation_accuracy": 0.8,
      "test_loss": 0.6, "test_accuracy": 0.75},
-    {"kind": "watch", "step": 40, "parameters": {"conv.weight": {"counts": COUNTS, "edges": EDGES}}},
     {"kind": "train", "epoch": 1, "step": 60, "loss": 0.3, "learning_rate": 0.01, "samples_per_second": 18000.0},
     {"kind": "evaluation", "epoch": 2, "step": 80, "test_loss": 0.4, "test_accuracy": 0.9},
 ]  # fmt: skip
@@ -61,14 +59,15 @@ def write_run(folder: Path, records: list[dict[str, Any]] = RECORDS) -> None:
     write_records(folder, [END])
 
 
-def start(folder: Path, mode: str, timeout: float = 60.0, *, on_first_record: bool = False) -> WandbProcess:
-    settings = Settings(wandb_mode=mode, wandb_timeout=timeout, wandb_run_id="exec/task:7", wandb_project="a-project")
+def start(folder: Path, timeout: float = 60.0, *, on_first_record: bool = False) -> WandbProcess:
+    names = {"wandb_run_id": "exec/task:7", "wandb_project": "a-project"}
+    settings = Settings(wandb_mode="online", wandb_timeout=timeout, **names)
     return WandbProcess(folder, settings, HYPERPARAMETERS, on_first_record=on_first_record)
 
 
-def offline_records(folder: Path, run_id: str = "*") -> dict[str, list[dict[str, Any]]]:
-    """Return the records of the folder's only offline run, or of the run ``run_id``, read by wandb's reader."""
-    (log,) = (folder / "wandb").glob(f"offline-run-*-{run_id}/*.wandb")
+def read_wandb_log(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return the records that wandb has kept of the folder's only wandb run, read by wandb's reader."""
+    (log,) = (folder / "wandb").glob("run-*/*.wandb")
     reader = distribution("wandb").locate_file("wandb/bin/wandb-core")  # the reader of `wandb leet`
     command = [str(reader), "leet", "inspect", "--no-observability", "--json", "--run-file", str(log)]
     result = subprocess.run(command, capture_output=True, check=True, text=True)
@@ -80,7 +79,6 @@ def offline_records(folder: Path, run_id: str = "*") -> dict[str, list[dict[str,
 
 
 def logged_rows(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of plain numbers, without wandb's columns, histograms and tables."""
+    """Return the rows of plain numbers, without wandb's columns and tables."""
     rows = [{key: value for key, value in row.items() if not key.startswith("_")} for row in history]
-    others = ("parameters/", "predictions")
-    return [row for row in rows if len(row) > 1 and not any(key.startswith(others) for key in row)]
+    return [row for row in rows if len(row) > 1 and not any(key.startswith("predictions") for key in row)]

@@ -55,7 +55,7 @@ def test_what_rank_0_returns_are_the_outputs(cluster: Cluster) -> None:
     assert "own.train-" in ended.deck, "the page of the run"
     assert [*cluster.server.folder.rglob("own.train-*/*/done-*")], "no later attempt goes on from its saves"
     offline = cluster.server.folder / BUCKET / f"data/xy/{ended.name}-n1-0/wandb"
-    assert [*offline.rglob("run-*.wandb")], "what wandb could not send is kept"
+    assert [*offline.rglob("metrics.jsonl")], "what wandb could not send is kept"
 
 
 @pytest.mark.exhaustive

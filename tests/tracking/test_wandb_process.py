@@ -4,7 +4,9 @@ import hashlib
 import io
 import json
 import os
+import shlex
 import signal
+import subprocess
 import sys
 import time
 import uuid
@@ -17,13 +19,16 @@ from typing import Any
 import numpy as np
 import pytest
 import wandb_runs
+from click.testing import CliRunner
 from fake_wandb_server import FakeServer, fake_server
 from PIL import Image
 from processes import processes_with, wait_until
-from wandb_runs import END, HYPERPARAMETERS, IMAGES, RECORDS, ROWS, logged_rows, offline_records, start, write_run
+from wandb_runs import END, HYPERPARAMETERS, IMAGES, ROWS, logged_rows, read_wandb_log, start, write_run
 
 from flyte_ddp.settings import Settings
+from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.tracking import wandb_run
+from flyte_ddp.tracking.__main__ import tracking
 from flyte_ddp.tracking.wandb_run import WandbProcess, log_to_wandb
 
 KEY = "0123456789abcdef" * 2 + "01234567"
@@ -51,11 +56,9 @@ class Case:
             self.monkeypatch.setenv("WANDB_BASE_URL", server.url)
             yield server
 
-    def start(
-        self, mode: str, *, timeout: float = 60.0, opened: bool = True, on_first_record: bool = False
-    ) -> WandbProcess:
+    def start(self, *, timeout: float = 60.0, opened: bool = True, on_first_record: bool = False) -> WandbProcess:
         """Start the process, and wait until it has opened its run unless ``opened`` is false."""
-        self.wandb = start(self.folder, mode, timeout, on_first_record=on_first_record)
+        self.wandb = start(self.folder, timeout, on_first_record=on_first_record)
         if opened:
             wait_until(self.wandb.receive_status)
         return self.wandb
@@ -94,19 +97,16 @@ def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         os.kill(pid, signal.SIGKILL)
 
 
-def test_an_offline_run_holds_everything(case: Case) -> None:
-    """All records also where an earlier attempt, which was cut off, has written the first ones.
-
-    For ``wandb sync`` replaces a run by another one of the same id (public reports: wandb issues 3841 and 5865).
-    """
-    wandb_runs.write_records(case.folder, RECORDS[:4])
-    case.start("offline")
-    write_run(case.folder, RECORDS[4:])
-    said = case.finish(write=False)
-    assert said.startswith("wandb: kept offline; send it with: wandb sync ")
-    assert said.count("\n") == 1
-    records = offline_records(case.folder)
-    assert logged_rows([each["item"] for each in records["history"]]) == ROWS
+def test_a_run_gets_everything_at_the_times_of_the_records(case: Case) -> None:
+    with case.server() as server:
+        case.start()
+        said = case.finish()
+    assert said == f"wandb: {server.url}/someone/a-project/runs/exec-task-7\n"
+    records = read_wandb_log(case.folder)
+    history = [each["item"] for each in records["history"]]
+    assert logged_rows(history) == ROWS
+    times = [each["time"] for each in read_records(case.folder / "metrics.jsonl") if "step" in each]
+    assert [row["_timestamp"] for row in history][: len(times)] == times
     (run,) = records["run"]
     assert (run["run_id"], run["project"], run["display_name"]) == ("exec-task-7", "a-project", "run")
     config: dict[str, Any] = {}
@@ -118,16 +118,42 @@ def test_an_offline_run_holds_everything(case: Case) -> None:
     for update in records["summary"]:
         summary |= update.get("update", {})
     assert all(summary[key] == END[key] for key in ("test_accuracy", "seconds", "stopped"))
-    (histogram,) = (each["item"] for each in records["history"] if "parameters/conv.weight.bins" in each["item"])
-    found = [histogram[key] for key in ("parameters/conv.weight.values", "parameters/conv.weight.bins", "step")]
-    assert found == [wandb_runs.COUNTS, wandb_runs.EDGES, 40]
     assert [record["exit_code"] for record in records["exit"]] == [0]
-    check_table(case.folder)
+    check_table([*server.uploads.values()])
 
 
-def check_table(folder: Path) -> None:
+@pytest.mark.parametrize("folder", ["run", "run/unfinished"])
+def test_an_offline_run_is_sent_by_the_command_that_it_prints(case: Case, folder: str, tmp_path: Path) -> None:
+    where = tmp_path / folder
+    where.mkdir(exist_ok=True)
+    with log_to_wandb(case.folder, Settings(wandb_mode="offline"), HYPERPARAMETERS):
+        write_run(where)
+    assert {path.name for path in where.iterdir()} == {"metrics.jsonl", "predictions.npz"}
+    said = case.capsys.readouterr().err
+    assert said.startswith("wandb: kept offline; send it with: python -m flyte_ddp.tracking send ")
+    command = shlex.split(said.partition("with: python ")[2])
+    case.monkeypatch.setenv("WANDB_MODE", "offline")  # as where the run was
+    with case.server() as server:
+        sent = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert logged_rows(server.history) == ROWS
+    [name] = server.run_ids
+    assert sent.stderr == f"wandb: {server.url}/someone/flyte-ddp/runs/{name}\n"
+    check_table([*server.uploads.values()])
+
+
+def test_files_that_a_pod_has_not_sent_are_kept(case: Case, tmp_path: Path) -> None:
+    settings = Settings(wandb_mode="offline", wandb_kept_at=str(tmp_path / "kept"))
+    with log_to_wandb(case.folder, settings, HYPERPARAMETERS):
+        write_run(case.folder)
+    assert case.capsys.readouterr().err.endswith(f" send run (stored in {tmp_path / 'kept/run'})\n")
+    for name in ("metrics.jsonl", "predictions.npz"):
+        assert (tmp_path / "kept/run" / name).read_bytes() == (case.folder / name).read_bytes()
+    refused = CliRunner().invoke(tracking, ["send", str(tmp_path / "kept")])
+    assert (refused.exit_code, "has no metrics.jsonl" in refused.output) == (1, True)
+
+
+def check_table(contents: list[bytes]) -> None:
     """The table's rows, and the pictures in it pixel by pixel."""
-    contents = [path.read_bytes() for path in (folder / "wandb/artifacts").rglob("*") if path.is_file()]
     pictures = {hashlib.sha256(content).hexdigest(): content for content in contents if content.startswith(b"\x89PNG")}
     assert len(pictures) == wandb_runs.TABLE_ROWS
     table = next(json.loads(content) for content in contents if b'"column_types"' in content)
@@ -146,7 +172,7 @@ def test_a_bad_server_costs_bounded_time_and_a_message(case: Case, behaviour: st
     case.monkeypatch.setattr(wandb_run, "OPEN_SHARE", 0.05)
     with case.server(behaviour) as server:
         begin = time.monotonic()
-        case.start("online", opened=False)
+        case.start(opened=False)
         assert time.monotonic() - begin < 0.5
         write_run(case.folder)
         wait_until(lambda: server.requests)
@@ -168,7 +194,7 @@ def test_a_server_that_comes_back_gets_everything_and_no_file_the_key(case: Case
     case.monkeypatch.setenv("HOME", str(home))
     case.monkeypatch.setattr(wandb_run, "COMMAND", (sys.executable, "-c", IMPATIENT))
     with case.server("denies") as server:
-        wandb = case.start("online", opened=False)
+        wandb = case.start(opened=False)
         wait_until(lambda: not wandb.receive_status() and wandb.status.reason)
         server.behaviour = "works"
         wait_until(wandb.receive_status)
@@ -184,14 +210,17 @@ def test_a_server_that_comes_back_gets_everything_and_no_file_the_key(case: Case
 
 
 def test_a_wandb_that_is_killed_is_not_waited_for(case: Case) -> None:
-    wandb = case.start("offline", timeout=2)
-    for victim in case.processes(FEED):
-        os.kill(victim, signal.SIGKILL)
-    begin = time.monotonic()
-    wandb.finish(2.0)
-    assert time.monotonic() - begin < 3
-    wait_until(lambda: case.processes() == case.processes("wandb-symon"), seconds=15)
-    assert case.capsys.readouterr().err.startswith("wandb: kept offline (wandb was killed); send it with: wandb sync ")
+    with case.server() as server:
+        wandb = case.start(timeout=2)
+        for victim in case.processes(FEED):
+            os.kill(victim, signal.SIGKILL)
+        begin = time.monotonic()
+        wandb.finish(2.0)
+        assert time.monotonic() - begin < 3
+        wait_until(lambda: case.processes() == case.processes("wandb-symon"), seconds=15)
+    said = case.capsys.readouterr().err
+    assert said.startswith(f"wandb: {server.url}/someone/a-project/runs/exec-task-7 is not complete (wandb was killed")
+    assert said.endswith(f"); send it with: python -m flyte_ddp.tracking send {case.folder}\n")
 
 
 def test_wandb_that_cannot_start_is_printed_and_not_raised(case: Case) -> None:
@@ -199,13 +228,11 @@ def test_wandb_that_cannot_start_is_printed_and_not_raised(case: Case) -> None:
     with log_to_wandb(case.folder, Settings(wandb_mode="disabled"), HYPERPARAMETERS):
         assert list(case.folder.iterdir()) == []
     case.break_wandb()
-    case.start("offline", opened=False)
+    case.start(opened=False)
     said = case.finish()
-    assert said.startswith(
-        "wandb: nothing was logged (ModuleNotFoundError: No module named 'wandb'); all metrics are in"
-    )
+    assert said.startswith("wandb: nothing was logged (ModuleNotFoundError: No module named 'wandb'); send it with: ")
     assert "ModuleNotFoundError" in (case.folder / "wandb/feed.log").read_text()
-    with log_to_wandb(Path("/dev/null"), Settings(wandb_mode="offline"), HYPERPARAMETERS):
+    with log_to_wandb(Path("/dev/null"), Settings(wandb_mode="online"), HYPERPARAMETERS):
         assert case.capsys.readouterr().err.startswith("wandb: not started (")
 
 
@@ -222,7 +249,7 @@ def test_the_first_record_of_a_function_opens_its_run(case: Case) -> None:
     """With the names of the function's values; what else is in its folder is its own."""
     (case.folder / "predictions.npz").write_bytes(b"no predictions of images")
     with case.server() as server:
-        wandb = case.start("online", opened=False, on_first_record=True)
+        wandb = case.start(opened=False, on_first_record=True)
         wandb_runs.write_records(case.folder, [FUNCTION_START])
         assert not wandb.receive_status()
         assert not server.requests
@@ -239,7 +266,10 @@ def test_a_function_that_records_nothing_leaves_nothing_and_imports_no_wandb(cas
     """Nor does what an earlier attempt has recorded open a run."""
     case.break_wandb()
     wandb_runs.write_records(case.folder, [FUNCTION_START, *FUNCTION_RECORDS])
-    case.start("online", opened=False, on_first_record=True)
+    case.start(opened=False, on_first_record=True)
     wandb_runs.write_records(case.folder, [FUNCTION_START, FUNCTION_END])
     assert case.finish(write=False) == ""
+    with log_to_wandb(case.folder, Settings(wandb_mode="offline"), HYPERPARAMETERS, on_first_record=True):
+        (case.folder / "metrics.jsonl").write_bytes(b"")
+    assert case.capsys.readouterr().err == ""
     assert [path.name for path in case.folder.iterdir()] == ["metrics.jsonl"]
