@@ -203,6 +203,11 @@ def parse_threshold(text: str) -> tuple[str, float]:
     return rule, value
 
 
+def check_two_classes(threshold: str, classes: int) -> None:
+    if classes != 2:
+        raise UserError(f"threshold={threshold!r}: needs two classes, not {classes}; omit threshold")
+
+
 def check_positives(threshold: str, positive: str, positives: int) -> None:
     """Raise UserError if ``threshold`` is fitted on a validation split without positive samples.
 

@@ -11,7 +11,7 @@ from flyte_ddp.datasets.custom import CustomSet
 from flyte_ddp.datasets.encoded_set import prepare_encoded_set, read_encoded_set
 from flyte_ddp.datasets.identity import digest_lines
 from flyte_ddp.datasets.prepared import open_prepared
-from flyte_ddp.datasets.prepared_folder import read_description, write_prepared_set
+from flyte_ddp.datasets.prepared_folder import DESCRIPTION, VERIFIED, read_description, write_prepared_set
 from flyte_ddp.datasets.published import DATASETS, PublishedSet
 from flyte_ddp.errors import UserError, print_to_stderr, unknown_name_error
 from flyte_ddp.files import DISK_FULL
@@ -70,8 +70,9 @@ def fetch(
     """Download a data set, verify the data and write a prepared folder.
 
     The folder appears complete or not at all. If ``folder`` already holds this data set of this source, undamaged,
-    nothing is done. A damaged folder is replaced, with a message on stderr, if its ``dataset.json`` is readable.
-    Changed content of the same source is not noticed, so put the :func:`fingerprint` into the folder's name.
+    nothing is done. A damaged folder is replaced, with a message on stderr, unless ``dataset.json`` or
+    ``verified.json`` is missing. Changed content of the same source is not noticed, so put the :func:`fingerprint` into
+    the folder's name.
 
     A ``package.module:callable`` is imported, with the working directory on ``sys.path``, and called. Exceptions of
     user code pass through. Waits for user code are then limited by FLYTE_DDP_TIMEOUT in this process.
@@ -91,7 +92,7 @@ def fetch(
 
     Raises:
         UserError: The data set is unknown, unreachable or unusable, or the disk is full. Also if the folder holds
-            something else, has a damaged ``dataset.json``, or cannot be created.
+            something else, or cannot be created.
         UserCodeError: Reading an item of a user-defined set failed.
         MachineError: An item did not arrive within FLYTE_DDP_TIMEOUT.
         OSError: Writing failed for another reason.
@@ -138,17 +139,24 @@ def holds_usable_set(folder: Path, dataset: str, requested: dict[str, str]) -> b
     that changed since the last check are hashed.
 
     Raises:
-        UserError: The folder holds another data set or other files, or ``dataset.json`` is damaged.
+        UserError: The folder holds another data set or other files.
     """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
-    description = read_description(folder)
-    wanted = {"dataset": dataset, **requested}
-    held = {"dataset": description.get("name"), **{key: description.get(key, "") for key in requested}}
-    if held != wanted:
-        held_text, wanted_text = (", ".join(f"{key}={each[key]!r}" for key in wanted) for each in (held, wanted))
-        raise UserError(f"{folder}: holds {held_text}, not {wanted_text}; choose another folder or delete this one")
-    if problem := find_problem(folder):
+    try:
+        description = read_description(folder)
+    except UserError as error:
+        if not all((folder / name).exists() for name in (DESCRIPTION, VERIFIED)):  # perhaps files of the user
+            raise
+        problem = str(error)
+    else:
+        wanted = {"dataset": dataset, **requested}
+        held = {"dataset": description.get("name"), **{key: description.get(key, "") for key in requested}}
+        if held != wanted:
+            held_text, wanted_text = (", ".join(f"{key}={each[key]!r}" for key in wanted) for each in (held, wanted))
+            raise UserError(f"{folder}: holds {held_text}, not {wanted_text}; choose another folder or delete this one")
+        problem = find_problem(folder)
+    if problem:
         print_to_stderr(f"{problem.partition(';')[0]}; it is fetched again")
     return not problem
 

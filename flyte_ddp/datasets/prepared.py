@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.catalog import IGNORED, OF_CLASSES, check_positives, check_select_by, encoded_kind
+from flyte_ddp.catalog import IGNORED, OF_CLASSES, check_positives, check_select_by, check_two_classes, encoded_kind
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import prepared_folder
 from flyte_ddp.datasets.encoded_set import EncodedSet, open_encoded_set
@@ -144,10 +144,8 @@ def check_prepared_set(folder: Path, hp: Hyperparameters) -> list[str]:
     # Only ranks call a user-defined ``sample`` function, so its results are unknown here.
     classes = resolve_class_names(data.classes, hp, of_numbers=of_numbers or bool(hp.sample))
     check_select_by(hp.select_by, hp.objective, len(classes))
-    if hp.threshold and len(classes) != 2:
-        raise UserError(
-            f"threshold={hp.threshold!r}: needs two classes, but the data set has {len(classes)}; omit threshold"
-        )
+    if hp.threshold:
+        check_two_classes(hp.threshold, len(classes))
     notes = describe_missing_classes(targets, classes) if hp.objective == "segmentation" else []
     orders = order_splits(data, hp)
     if not len(orders["training"]) and len(orders["validation"]):
@@ -157,7 +155,7 @@ def check_prepared_set(folder: Path, hp: Hyperparameters) -> list[str]:
     for split, purpose in (("training", "training"), ("test", "testing")):
         if not len(orders[split]):
             raise no_samples_error(hp.dataset, purpose)
-    if hp.threshold and len(classes) == 2 and not hp.sample:
+    if hp.threshold and not hp.sample:
         counts = count_training_classes(data, orders["validation"], len(classes))
         if counts or not len(orders["validation"]):
             check_positives(hp.threshold, classes[1], counts[1] if counts else 0)

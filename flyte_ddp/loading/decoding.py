@@ -73,12 +73,13 @@ def decode_plain_jpeg(content: bytes) -> Pixels | None:
 def is_upright(content: bytes) -> bool:
     """Return True if no EXIF data of a JPEG turn or mirror the image.
 
-    In doubt returns False, for example for fill bytes or a marker without a length. The header of ``content`` must be
-    complete.
+    In doubt returns False, for example for fill bytes, a marker without a length, or an incomplete header.
     """
-    position, marker = 2, 0
-    while marker != SOS:
+    position = 2
+    while position + 4 <= len(content):
         marker, length = struct.unpack_from(">HH", content, position)
+        if marker == SOS:
+            return True
         if marker == APP1:  # torchcodec reads the first APP1 segment, whatever its first six bytes are
             exif = memoryview(content)[position + 10 : position + 2 + length]
             if any(read_orientation(exif, order) != 1 for order in "<>"):
@@ -86,7 +87,7 @@ def is_upright(content: bytes) -> bool:
         if not 0xFFC0 <= marker < 0xFFD0 and not SOS <= marker < 0xFFFF:  # fill bytes, or a marker without a length
             return False
         position += 2 + length
-    return True
+    return False
 
 
 def is_exif_first(content: bytes) -> bool:

@@ -48,8 +48,8 @@ def identify_weights(init_from: str, weights: PretrainedWeights | None) -> str:
 def fetch_weights(init_from: str, model: str, folder: Path, progress: Progress, mirror: str) -> Iterator[Path | None]:
     """Yield a local path with the content of ``init_from``, or None if ``init_from`` is empty.
 
-    A download is tried once, is written to ``folder``, and is deleted after the block. Weights of torchvision are tried
-    up to 4 times, and stay in torch hub's cache.
+    A download is tried up to 4 times. It is written to ``folder`` and deleted after the block. Weights of torchvision
+    stay in torch hub's cache.
 
     Args:
         init_from: A path, an address, ``torchvision:NAME`` or "".
@@ -71,7 +71,7 @@ def fetch_weights(init_from: str, model: str, folder: Path, progress: Progress, 
     try:
         try:
             with replace_file(temporary, durable=False) as target:
-                storage.download_file(init_from, target)
+                storage.retry(init_from, partial(storage.download_file, file=target), progress.print_note)
         except storage.UnavailableError as error:
             what = f"init_from={init_from!r}: cannot be fetched: {error}; check the address"
             raise error.to_user_error(what) from None

@@ -31,8 +31,8 @@ class TruthFile:
         self.address = address
         self.truths = dict[str, str]()
         for _, name, truth in read_id_table("truth", "truth", address):
-            if not is_unknown(truth or "") or (name or "") not in self.truths:  # the last known truth counts
-                self.truths[name or ""] = truth or ""
+            if not is_unknown(truth) or name not in self.truths:  # the last known truth counts
+                self.truths[name] = truth
         self.by_form = index_by_form(self.truths)
         self.users = dict[str, str]()  # the matching sample of each id of the file
         self.missing = list[str]()  # samples without an id in the file

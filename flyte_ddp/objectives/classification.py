@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from flyte_ddp.catalog import MEASURES, OF_TWO_CLASSES, SETTINGS_OF_OBJECTIVES, check_positives
+from flyte_ddp.catalog import MEASURES, OF_TWO_CLASSES, SETTINGS_OF_OBJECTIVES, check_positives, check_two_classes
 from flyte_ddp.errors import UserError
 from flyte_ddp.objectives.binary_labels import BinaryLabels
 from flyte_ddp.objectives.objective import HIGHER, Columns, Facts, Objective, largest_losses, overrides
@@ -53,13 +53,11 @@ class Classification(Objective):
                 f"class_weights={facts.class_weights!r}: with label_smoothing={facts.label_smoothing:g}, a class of "
                 "weight 0 would still count in part; give a small weight, or set label_smoothing=0"
             )
-        if facts.threshold_rule and (not self.is_binary or overrides(self, Classification, "columns", "answers")):
-            what = (
-                f"needs two classes, not {len(facts.classes)}"
-                if not self.is_binary
-                else "not used by user-defined columns or answers"
-            )
-            raise UserError(f"threshold={facts.threshold_rule!r}: {what}; remove threshold")
+        if facts.threshold_rule:
+            check_two_classes(facts.threshold_rule, len(facts.classes))
+            if overrides(self, Classification, "columns", "answers"):
+                what = "not used by user-defined columns or answers"
+                raise UserError(f"threshold={facts.threshold_rule!r}: {what}; omit threshold")
 
     @property
     def is_binary(self) -> bool:

@@ -145,10 +145,10 @@ class ShardOrder(sampling.Order):
     def samples(self, place: slice) -> Indices:
         """Return the samples in a slice of the order of evaluations.
 
-        The order goes shard by shard, with each sample once, whatever the weight of the shard. The slice must have a
-        start and an end.
+        The order goes shard by shard, with each sample once, whatever the weight of the shard. The slice has no step.
         """
-        slices = slices_by_shard(self.ends, place.start, place.stop)
+        start, stop, _ = place.indices(int(self.ends[-1]))
+        slices = slices_by_shard(self.ends, start, stop)
         parts = [self.firsts[shard] + self.samples_in_shard(shard)[part] for shard, part in slices]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 

@@ -14,7 +14,7 @@ from flyte_ddp.errors import UserError
 def read_id_table(setting: str, column: str, address: str) -> list[tuple[int, str, str]]:
     """Return line number, id and ``column`` of each row of a CSV file, read with retries. Other columns are ignored.
 
-    ``setting`` names the file in errors. A cell that is missing at the end of a line is None. Raises UserError if the
+    ``setting`` names the file in errors. A cell that is missing at the end of a line is "". Raises UserError if the
     file cannot be read, is malformed, or lacks a column.
     """
     try:
@@ -23,7 +23,7 @@ def read_id_table(setting: str, column: str, address: str) -> list[tuple[int, st
         raise failure.to_user_error(f"{setting}={address!r}: cannot be read: {failure}; check the address") from None
     try:
         text = content.decode("utf-8-sig")  # Excel begins its files with a byte order mark
-        table = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+        table = csv.DictReader(io.StringIO(text, newline=""), restval="", strict=True)
         if not {"id", column} <= {*(table.fieldnames or ())}:
             raise csv.Error(f"its first line is {text.partition(chr(10))[0].rstrip()!r}")  # noqa: TRY301 (one message)
         rows = []

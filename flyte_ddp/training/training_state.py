@@ -64,7 +64,7 @@ class TrainingState:
         loop, optimizer, selection = plan.loop, plan.optimizer, plan.selection
         self.step = 0  # optimiser steps that are done
         self.epoch = 0  # epochs that are done, with their evaluation
-        self.lock = threading.Lock()  # held while the state is copied for a checkpoint, or changed
+        self.lock = threading.RLock()  # held while the state is copied for a checkpoint, or changed
         self.inconsistent = False  # whether an update has failed halfway: then nothing is saved
         on_gpu = hardware.device_type == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -138,14 +138,14 @@ class TrainingState:
 
     @contextmanager
     def exclude_snapshots(self) -> Iterator[None]:
-        """Hold the state's lock for the block, so no checkpoint copies the state meanwhile. Blocks cannot be nested.
+        """Hold the state's lock for the block, so no checkpoint copies the state meanwhile. Blocks may be nested.
 
         After an exception in the block, no checkpoint copies the state any more.
         """
         with self.lock:
-            self.inconsistent = True
+            before, self.inconsistent = self.inconsistent, True
             yield
-            self.inconsistent = False
+            self.inconsistent = before
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -153,7 +153,7 @@ class TrainingState:
     def set_optimizer_mode(self, *, training: bool) -> None:
         """Call ``train()`` or ``eval()`` of the optimisers that have these methods.
 
-        Must not be called in a block of :meth:`exclude_snapshots`. Schedule-free optimisers then change the weights.
+        Schedule-free optimisers then change the weights.
         Each change of mode rounds, so the methods are called only if the mode changes. For the same reason, training
         mode is set by the next step, not at the end of an evaluation.
         """

@@ -87,6 +87,18 @@ def test_a_folder_with_a_damaged_array_is_filled_again(tmp_path: Path, name: str
     np.testing.assert_array_equal(mapped, getattr(open_arrays(folder), name))
 
 
+def test_a_folder_with_a_damaged_description_is_filled_again(tmp_path: Path) -> None:
+    folder = fetch("digits", "", tmp_path / "data", progress="off")
+    before = content(folder)
+    (folder / "dataset.json").write_bytes(before["dataset.json"][:-5])
+    fetch("digits", "", folder, progress="off")
+    assert content(folder) == before
+    (folder / "dataset.json").write_text("{}")
+    (folder / "verified.json").unlink()  # perhaps another program's dataset.json
+    with pytest.raises(UserError, match="damaged"):
+        fetch("digits", "", folder, progress="off")
+
+
 def test_a_file_that_has_changed_since_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By who opens the folder; fetching it again mends it."""
     folder = fetch("digits", "", tmp_path / "data", progress="off")

@@ -50,6 +50,12 @@ ALIKE = {
 }
 
 
+def test_an_incomplete_header_is_not_known_to_be_upright() -> None:
+    content = turned("JPEG", 1)
+    assert decoding.is_upright(content)
+    assert not any(decoding.is_upright(content[:length]) for length in range(200))
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, of damaged EXIF data
 @pytest.mark.parametrize("content", ALIKE.values(), ids=ALIKE)
 def test_both_decoders_give_the_same_image(content: bytes) -> None:

@@ -161,6 +161,15 @@ def test_types_of_samples_do_not_change_a_batch() -> None:
     assert (targets.dtype, mask.sum(1).tolist()) == (torch.int64, [0, 2, 3])
 
 
+def test_the_mask_of_a_dict_that_has_a_mask_is_its_own() -> None:
+    data = [({"tokens": [1] * length, "mask": [False] * length}, 0) for length in (1, 3)]
+    inputs, _ = ItemLoader(ListItems(data), "padded", 0, masked="tokens").load_items([0, 1], None)  # type: ignore[arg-type]
+    assert {name: leaf.tolist() for name, leaf in inputs.items()} == {
+        "tokens": [[1, 0, 0], [1, 1, 1]],
+        "mask": [[False] * 3] * 2,
+    }
+
+
 def test_the_type_of_a_leaf_is_one_for_the_whole_set() -> None:
     """Not the batch's, which would depend on the samples of a rank, and so on the number of ranks."""
     data = set_of("numbers")

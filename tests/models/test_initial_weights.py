@@ -23,6 +23,7 @@ from flyte_ddp.plans import identity
 from flyte_ddp.progress import Progress
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
+from flyte_ddp.storage import transfer
 from flyte_ddp.text.json_lines import read_records
 
 
@@ -186,6 +187,16 @@ def test_weights_behind_addresses(tmp_path: Path, server: FileServer) -> None:
             assert path is not None
             load_initial_weights(into, path, name="Named", init_from=address, init_skip="")
         assert torch.equal(into.fc.weight, state(seed=1)["fc.weight"])
+
+
+def test_a_download_of_weights_is_tried_again(
+    tmp_path: Path, server: FileServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "FIRST_DELAY", 0.0)
+    server.files["weights.pt"], server.faults["weights.pt"] = b"the weights", [503, "truncate"]
+    with fetching(f"{server.url}/weights.pt", tmp_path) as path:
+        assert path is not None
+        assert path.read_bytes() == b"the weights"
 
 
 def test_a_disk_that_fills_up_while_weights_are_fetched(tmp_path: Path, server: FileServer) -> None:

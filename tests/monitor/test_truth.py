@@ -7,6 +7,7 @@ import pytest
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.monitor.truth import TruthFile, index_by_form, is_unknown, name_class
+from flyte_ddp.release.slices import read_id_table
 
 
 def write(path: Path, *lines: str) -> TruthFile:
@@ -31,6 +32,14 @@ def test_an_exact_id_comes_first_and_an_id_is_of_one_sample(tmp_path: Path) -> N
     with pytest.raises(UserError, match=r"id '8' matches two samples, '8' and '08'"):
         file.find("08")
     assert file.find("8") == "c", "the same sample twice"
+
+
+def test_a_cell_that_is_missing_at_the_end_of_a_line_is_empty(tmp_path: Path) -> None:
+    path = tmp_path / "truth.csv"
+    path.write_text("truth,id\na,1\nb\n")
+    assert read_id_table("truth", "truth", str(path)) == [(2, "1", "a"), (3, "", "b")]
+    path.write_text("id,truth\n1\n")
+    assert read_id_table("truth", "truth", str(path)) == [(2, "1", "")]
 
 
 @pytest.mark.parametrize(

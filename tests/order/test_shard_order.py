@@ -162,3 +162,11 @@ def test_the_order_of_shards_is_fixed_for_ever() -> None:
     """A change here changes every result; the figures are what this code gave when it was first released."""
     order = order_of([3, 4, 5], streams=2, validation=0.2, seed=1)
     assert [batch.tolist() for batch in order.batches(1, 4)] == [[5, 3, 9, 7], [4, 6, 8, 2], [11, 0]]
+
+
+def test_slices_of_the_order_of_evaluations_may_be_open() -> None:
+    order = order_of([3, 0, 4], validation=0.5, split="validation")
+    listed = order.samples(slice(0, len(order))).tolist()
+    assert len(listed) > 2
+    for place in (slice(None), slice(1, None), slice(2), slice(1, 100)):
+        assert order.samples(place).tolist() == listed[place]

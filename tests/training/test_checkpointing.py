@@ -1,10 +1,16 @@
-"""Which weights a checkpoint may hold."""
+"""Which weights a checkpoint may hold, and when a state may be copied."""
 
 import math
+import threading
+from pathlib import Path
 
 import pytest
 import torch
+from states import make_state
 
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets.sample_arrays import open_arrays
+from flyte_ddp.plans.resolve import detect_hardware
 from flyte_ddp.training.checkpointing import is_finite
 
 
@@ -20,3 +26,20 @@ def test_a_number_that_is_not_finite_is_found(dtype: torch.dtype, number: float,
 @pytest.mark.parametrize("weights", [torch.empty(0, 3), torch.tensor(1.0), torch.ones(2) > 0])
 def test_other_tensors_are_finite(weights: torch.Tensor) -> None:
     assert is_finite(weights)
+
+
+def test_blocks_without_snapshots_may_be_nested(digits: Path) -> None:
+    hp = Hyperparameters(num_ranks=1)
+    state, seen = make_state(hp, detect_hardware(hp), open_arrays(digits)), list[bool]()
+
+    def nest() -> None:
+        with state.exclude_snapshots():
+            with state.exclude_snapshots():
+                pass
+            seen.append(state.inconsistent)
+
+    thread = threading.Thread(target=nest, daemon=True)
+    thread.start()
+    thread.join(10)
+    state.splits.close()
+    assert (seen, state.inconsistent) == ([True], False)
