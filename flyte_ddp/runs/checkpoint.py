@@ -10,7 +10,6 @@ import json
 import math
 import os
 import re
-import shutil
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -18,7 +17,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TypeVar
 
-from flyte_ddp import results
 from flyte_ddp.checks.parsing import JsonObject, parse_json
 from flyte_ddp.checks.records import Count, JsonRecord
 from flyte_ddp.errors import UserError, print_to_stderr
@@ -121,13 +119,6 @@ class Handover:
     step: int  # of the newest checkpoint
     epoch: int
     metrics: bytes  # what rank 0 has recorded
-
-
-def make_handover(output_folder: Path) -> Handover:
-    newest = verify_checkpoints(output_folder / FOLDER, most_bytes=0)[0]
-    path = next_slot(output_folder / FOLDER, newest.path if newest else None)
-    position = (newest.step, newest.epoch) if newest else (0, 0)
-    return Handover(path.name, *position, (output_folder / "metrics.jsonl").read_bytes())
 
 
 def next_slot(folder: Path, newest: Path | None) -> Path:
@@ -303,34 +294,6 @@ def newest_step(output_folder: Path) -> int | None:
     if found is not None:
         return found.step
     return None if unreadable else 0
-
-
-def rewind_to_newest_checkpoint(output_folder: Path, identity: Identity) -> Checkpoint | None:
-    """Set metrics.jsonl back to the run's newest readable checkpoint, and return the checkpoint.
-
-    The ``metrics`` of the returned checkpoint are empty. Prints which other files are damaged. If no checkpoint exists,
-    empties metrics.jsonl, removes ``results/`` and returns None.
-
-    Raises:
-        UserError: No existing checkpoint is readable, or the newest checkpoint is of another run. Nothing is changed.
-    """
-    found, unreadable = verify_checkpoints(output_folder / FOLDER)
-    reasons = " and ".join(f"{path} ({why})" for path, why in unreadable.items())
-    if found is None and unreadable:
-        raise UserError(
-            f"cannot read the run's checkpoints {reasons}: make one readable to resume from it, or delete them "
-            "to restart from scratch; metrics and results are unchanged"
-        )
-    if found is not None:
-        if unreadable:
-            print_to_stderr(f"checkpoint {reasons} cannot be used; using {found.path.name} of step {found.step:,}")
-        check_same_run(found, identity)
-    with replace_file(output_folder / "metrics.jsonl") as file:
-        file.write(found.metrics if found else b"")
-    if found is None:
-        shutil.rmtree(output_folder / results.FOLDER, ignore_errors=True)
-        return None
-    return replace(found, metrics=b"")  # the ranks get the checkpoint, and do not need the metrics
 
 
 def check_same_run(checkpoint: Checkpoint, identity: Identity) -> None:

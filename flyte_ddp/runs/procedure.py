@@ -9,7 +9,6 @@ from flyte_ddp import results
 from flyte_ddp.errors import UserError
 from flyte_ddp.progress import Progress
 from flyte_ddp.runs import run_folder
-from flyte_ddp.runs.checkpoint import rewind_to_newest_checkpoint
 from flyte_ddp.runs.work import Work
 
 
@@ -45,7 +44,7 @@ def open_run(work: Work, folder: Path, outputs: Sequence[str], *, is_temporary: 
         output_folder.mkdir(parents=True, exist_ok=True)
         run_folder.remove_outputs(output_folder, (run_folder.TRACEBACK, *outputs))
         try:
-            found = rewind_to_newest_checkpoint(output_folder, work.identity)
+            found = run_folder.rewind_to_newest_checkpoint(output_folder, work.identity)
             if found is not None:
                 Progress(settings.progress).print_note(found.describe_resumption())
             yield replace(work, checkpoint=found)

@@ -9,13 +9,15 @@ import signal
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from flyte_ddp import results
 from flyte_ddp.errors import BusyError, RankError, StoppedError, UserError, print_to_stderr
-from flyte_ddp.files import SIDECAR, WEIGHTS, hold_lock, suggest_fix
+from flyte_ddp.files import SIDECAR, WEIGHTS, hold_lock, replace_file, suggest_fix
 from flyte_ddp.machine.process import postpone_signal
 from flyte_ddp.runs import checkpoint
+from flyte_ddp.runs.checkpoint import Checkpoint, Handover, Identity
 
 UNFINISHED = "unfinished"
 METRICS = "metrics.jsonl"
@@ -80,6 +82,41 @@ def remove_temporary_files(folder: Path, keep: str = "") -> None:
     for path in (*folder.glob(".*.tmp"), *inner):
         if path.name != keep:
             path.unlink(missing_ok=True)
+
+
+def rewind_to_newest_checkpoint(output_folder: Path, identity: Identity) -> Checkpoint | None:
+    """Set metrics.jsonl back to the run's newest readable checkpoint, and return the checkpoint.
+
+    The ``metrics`` of the returned checkpoint are empty. Prints which other files are damaged. If no checkpoint exists,
+    empties metrics.jsonl, removes ``results/`` and returns None.
+
+    Raises:
+        UserError: No existing checkpoint is readable, or the newest checkpoint is of another run. Nothing is changed.
+    """
+    found, unreadable = checkpoint.verify_checkpoints(output_folder / checkpoint.FOLDER)
+    reasons = " and ".join(f"{path} ({why})" for path, why in unreadable.items())
+    if found is None and unreadable:
+        raise UserError(
+            f"cannot read the run's checkpoints {reasons}: make one readable to resume from it, or delete them "
+            "to restart from scratch; metrics and results are unchanged"
+        )
+    if found is not None:
+        if unreadable:
+            print_to_stderr(f"checkpoint {reasons} cannot be used; using {found.path.name} of step {found.step:,}")
+        checkpoint.check_same_run(found, identity)
+    with replace_file(output_folder / METRICS) as file:
+        file.write(found.metrics if found else b"")
+    if found is None:
+        shutil.rmtree(output_folder / results.FOLDER, ignore_errors=True)
+        return None
+    return replace(found, metrics=b"")  # the ranks get the checkpoint, and do not need the metrics
+
+
+def make_handover(output_folder: Path) -> Handover:
+    newest = checkpoint.verify_checkpoints(output_folder / checkpoint.FOLDER, most_bytes=0)[0]
+    path = checkpoint.next_slot(output_folder / checkpoint.FOLDER, newest.path if newest else None)
+    position = (newest.step, newest.epoch) if newest else (0, 0)
+    return Handover(path.name, *position, (output_folder / METRICS).read_bytes())
 
 
 @postpone_signal(signal.SIGINT)

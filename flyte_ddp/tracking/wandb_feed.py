@@ -51,7 +51,8 @@ def feed_wandb(launcher: Connection[Any, Any]) -> int:
         with suppress(OSError):  # the launcher was killed
             launcher.send(status)
 
-    os.nice(0 if wait_for_end(0) else 10)  # training has priority while it runs
+    if not wait_for_end(0):
+        os.nice(10)  # training has priority while it runs
     if order.on_first_record:
         followed = follow_records(folder, offset, wait_for_end)
         if not any(record.get("kind") == "record" for record in followed):

@@ -55,10 +55,9 @@ def try_evaluation(state: TrainingState) -> str:
                 warnings.simplefilter("ignore")
                 try:
                     measure_columns(state.objective, columns)
-                except UserError:
-                    raise
-                except UNDEFINED:
-                    pass
+                except UNDEFINED as error:
+                    if isinstance(error, UserError):
+                        raise
         for split_name, sample in data.list_not_finite(state.validation.order):
             epoch = 0 if split_name == "training" else None
             try_samples(state, model, split_name, np.array([sample]), epoch)
@@ -98,8 +97,9 @@ def refuse_non_finite_sample(state: TrainingState, split_name: str, losses: Tens
     the objective is user-defined, a non-finite target also raises the error.
     """
     split: Split = getattr(state, split_name)
-    for place in (~losses.isfinite()).nonzero()[:1, 0].tolist():
-        samples = split.order.samples(slice(place, place + 1))
+    places = (~losses.isfinite()).nonzero()
+    if len(places):
+        samples = split.order.samples(slice(int(places[0, 0]), int(places[0, 0]) + 1))
         batch = split.load_batch(samples)
         refuse_non_finite(state, batch.inputs, batch.targets, samples, split_name)
 
@@ -122,8 +122,8 @@ def refuse_table_of_losses(objective: Objective, outputs: Any, targets: Leaves) 
         return
     # The mean of a table is the same for outputs in another order, and not for other targets.
     pairs = (outputs, targets), (outputs.flip(0), targets), (outputs, targets[:1].expand_as(targets))
-    found, moved, equal = (sum(each.sum() for each in tree_leaves(compute(*pair))) for pair in pairs)
-    if torch.allclose(moved, found, rtol=1e-6) and not torch.allclose(equal, found, rtol=1e-6):
+    total, of_reversed, of_other_targets = (sum(each.sum() for each in tree_leaves(compute(*pair))) for pair in pairs)
+    if torch.allclose(of_reversed, total, rtol=1e-6) and not torch.allclose(of_other_targets, total, rtol=1e-6):
         shapes = f"outputs {list(outputs.shape)} and targets {list(targets.shape)}"
         raise UserError(
             f"the objective's loss compares each output with each target, because {shapes} are broadcast; use "

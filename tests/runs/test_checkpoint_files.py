@@ -14,6 +14,7 @@ from kept_checkpoints import ARITHMETIC, IDENTITY
 from flyte_ddp.pods.checkpoint_store import CheckpointStore
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint import Checkpoint
+from flyte_ddp.runs.run_folder import rewind_to_newest_checkpoint
 
 STATE = {"model": {"weight": torch.arange(6.0).view(2, 3), "half": torch.ones(3, dtype=torch.bfloat16)}, "step": 7}
 MEBIBYTE = 1 << 20
@@ -104,13 +105,13 @@ def test_bytes_are_hashed_when_they_are_written_and_once_by_each_attempt(tmp_pat
         store.upload_checkpoint(path)
     assert take(hashed) == pytest.approx(sum(sizes), rel=0.01)
     checkpoint.verified.clear()  # another process has no part in it
-    assert checkpoint.rewind_to_newest_checkpoint(tmp_path / "run", IDENTITY)
+    assert rewind_to_newest_checkpoint(tmp_path / "run", IDENTITY)
     assert checkpoint.newest_step(tmp_path / "run") == 2
     assert take(hashed) == pytest.approx(sizes[1], rel=0.01)
     checkpoint.verified.clear()
     (tmp_path / "pod").mkdir()
     store.download_newest_checkpoint(tmp_path / "pod" / checkpoint.FOLDER / checkpoint.SLOTS[0])
-    assert checkpoint.rewind_to_newest_checkpoint(tmp_path / "pod", IDENTITY)
+    assert rewind_to_newest_checkpoint(tmp_path / "pod", IDENTITY)
     assert take(hashed) == pytest.approx(sizes[1], rel=0.01)
 
 

@@ -19,7 +19,7 @@ from flyte_ddp.machine.resources import Request
 from flyte_ddp.run import run_training
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint import FOLDER, SLOTS, Identity
-from flyte_ddp.runs.run_folder import METRICS, UNFINISHED, finish_error
+from flyte_ddp.runs.run_folder import METRICS, UNFINISHED, finish_error, rewind_to_newest_checkpoint
 from flyte_ddp.runs.work import Work
 
 NOBODY = 65534
@@ -92,7 +92,7 @@ def loaded(work: Path, run: Identity = IDENTITY) -> checkpoint.Checkpoint | None
             os.chown(path, NOBODY, -1)
         os.seteuid(NOBODY)
     try:
-        return checkpoint.rewind_to_newest_checkpoint(work, run)
+        return rewind_to_newest_checkpoint(work, run)
     finally:
         os.seteuid(user)
 
@@ -168,7 +168,7 @@ def test_of_two_saves_of_a_step_the_later_one_is_loaded(tmp_path: Path, first: s
     newest = write(tmp_path / FOLDER / first, 5) if first != SLOTS[0] else None
     for metrics in (b"earlier\n", b"later\n"):
         newest = write(checkpoint.next_slot(tmp_path / FOLDER, newest), 5, metrics)
-    found = checkpoint.rewind_to_newest_checkpoint(tmp_path, IDENTITY)
+    found = rewind_to_newest_checkpoint(tmp_path, IDENTITY)
     assert found is not None
     assert found.path == newest
     assert (tmp_path / METRICS).read_bytes() == b"later\n"

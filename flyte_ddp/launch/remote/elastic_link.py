@@ -20,7 +20,7 @@ from flyte_ddp.files import hold_lock
 from flyte_ddp.launch.supervise.link import Link
 from flyte_ddp.launch.supervise.report import ROOT_CAUSES, find_cause
 from flyte_ddp.machine import process
-from flyte_ddp.runs.checkpoint import make_handover
+from flyte_ddp.runs.run_folder import make_handover
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # variable with the path at which Elastic expects a worker's error as text
 ERROR_SUFFIX = ".pickle"  # of the file beside it that holds the exception

@@ -25,8 +25,8 @@ from flyte_ddp.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.launch.supervise.restarts import Restarts
 from flyte_ddp.launch.supervise.stopping import StopRequest, catch_stop_signals, stop_error
 from flyte_ddp.launch.supervise.supervisor import end_ranks, supervise_ranks
-from flyte_ddp.runs.checkpoint import newest_step, rewind_to_newest_checkpoint
-from flyte_ddp.runs.run_folder import METRICS, remove_temporary_files
+from flyte_ddp.runs.checkpoint import newest_step
+from flyte_ddp.runs.run_folder import METRICS, remove_temporary_files, rewind_to_newest_checkpoint
 from flyte_ddp.runs.work import Work
 from flyte_ddp.user_code.digest import package_digest
 

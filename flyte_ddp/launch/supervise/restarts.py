@@ -7,8 +7,7 @@ from pathlib import Path
 from flyte_ddp.errors import OutOfMemoryError, RankError
 from flyte_ddp.launch.supervise.stopping import StopRequest, stop_error
 from flyte_ddp.runs import checkpoint
-from flyte_ddp.runs.checkpoint import rewind_to_newest_checkpoint
-from flyte_ddp.runs.run_folder import remove_temporary_files
+from flyte_ddp.runs.run_folder import remove_temporary_files, rewind_to_newest_checkpoint
 from flyte_ddp.runs.work import Restart, Work
 
 MEMORY_FIX = "give the ranks more memory, or reduce their memory use"

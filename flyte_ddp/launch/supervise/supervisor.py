@@ -11,7 +11,8 @@ from flyte_ddp.launch.supervise.failures import NO_STACK, find_first_failure, fi
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.launch.supervise.report import CONSEQUENCES, Cause
 from flyte_ddp.launch.supervise.stopping import StopRequest, stop_error
-from flyte_ddp.runs.checkpoint import make_handover, trust_checkpoint
+from flyte_ddp.runs.checkpoint import trust_checkpoint
+from flyte_ddp.runs.run_folder import make_handover
 from flyte_ddp.runs.work import Work
 
 SETTLE_SECONDS = 0.2  # to wait for reports of other ranks after a root cause is known
