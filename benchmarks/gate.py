@@ -28,12 +28,12 @@ from benchmarks.simulated_models import (
 )
 from flyte_ddp.release import checks, statistics
 from flyte_ddp.release.scores import score_samples
-from flyte_ddp.release.statistics import Pair, compare_scores
+from flyte_ddp.release.statistics import ScoreDifferences, compare_scores
 
 SAMPLES, DISCORDANT, ALPHA, NIGHTS = 10_000, 0.12, 0.05, 365
 SCORED, SHORT_LIFE = 300, 10  # samples and nights, of objectives whose scores are not 0 or 1
 MARGIN = 0.01
-Rule = Callable[[Pair, int], bool]  # of the challenger against the champion, on the k-th night
+Rule = Callable[[ScoreDifferences, int], bool]  # of the challenger against the champion, on the k-th night
 RULES: dict[str, Rule] = {
     "higher accuracy wins": lambda pair, _: pair.gained > pair.lost,
     "McNemar each night": lambda pair, _: checks.check_superior(pair, ALPHA).passed,

@@ -17,10 +17,11 @@ from flytekitplugins.ddp.resources import flytekit_resources
 if TYPE_CHECKING:
     from kubernetes.client import V1PodSpec
 
-WITH_DECK: dict[str, Any] = {"enable_deck": True, "deck_fields": ()}  # without the pages that flytekit would add
+TaskOptions = dict[str, Any]  # keyword arguments of flytekit's task, by name
+WITH_DECK: TaskOptions = {"enable_deck": True, "deck_fields": ()}  # without the pages that flytekit would add
 
 
-def registry_pod(disk: str = "") -> dict[str, Any]:
+def registry_pod(disk: str = "") -> TaskOptions:
     """Return the options of a task that checks inputs or uses the registry.
 
     If ``disk`` is empty, the profile's disk size applies.
@@ -31,15 +32,15 @@ def registry_pod(disk: str = "") -> dict[str, Any]:
     return pod_options(limits, environment.registered_settings(REGISTRY_PODS), requests=requests, hours=1)
 
 
-def storing_pod() -> dict[str, Any]:
+def storing_pod() -> TaskOptions:
     return registry_pod(disk=chosen_profile().data.ephemeral_storage)
 
 
-def data_pod() -> dict[str, Any]:
+def data_pod() -> TaskOptions:
     return pod_options(chosen_profile().data)
 
 
-def prediction_pod() -> dict[str, Any]:
+def prediction_pod() -> TaskOptions:
     """Return the options of a task that applies a model.
 
     If the profile has GPUs, the pod gets one GPU and the matching share of CPUs and memory. Otherwise the pod gets the
@@ -52,12 +53,12 @@ def prediction_pod() -> dict[str, Any]:
     return {**options, "accelerator": gpu_type(), **WITH_DECK}
 
 
-def training_pod() -> dict[str, Any]:
+def training_pod() -> TaskOptions:
     profile = chosen_profile()
     return {**launching_pod(profile), "accelerator": gpu_type(), "shared_memory": profile.shared_memory}
 
 
-def launching_pod(size: Size) -> dict[str, Any]:
+def launching_pod(size: Size) -> TaskOptions:
     """Return the options of a training task whose pod has this size.
 
     The pod launches the ranks in place or in other pods.
@@ -83,7 +84,7 @@ def pod_options(
     requests: Optional[Size] = None,
     template: Optional[str] = None,
     hours: float = 0,
-) -> dict[str, Any]:
+) -> TaskOptions:
     """Return the options that all tasks share, for a pod of this size.
 
     Args:

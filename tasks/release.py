@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, List, NamedTuple
+from typing import List, NamedTuple
 
 from flytekit import Deck
 from flytekit.core.type_engine import TypeEngine
@@ -138,9 +138,15 @@ def judge_files(
 
     resources.check_expected_gpus(resources.count_gpus())
     with paths.make_dated_folder("verdicts") as folder:
-        counted: dict[str, Any] = {"may_promote": True, "exports": folder} if profile else {"may_promote": False}
         judgement = judge_challenger(
-            *model, data, registry, policy, settings=read_settings(), changes=changes, **counted
+            *model,
+            data,
+            registry,
+            policy,
+            settings=read_settings(),
+            may_promote=profile is not None,
+            exports=folder if profile is not None else None,
+            changes=changes,
         )
         page = write_page(judgement, registry.name, folder / "verdict.html")
         if profile is not None:

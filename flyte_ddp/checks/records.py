@@ -13,6 +13,7 @@ from flyte_ddp.checks.parsing import JsonObject
 from flyte_ddp.errors import UserError
 
 Count = Annotated[int, COUNT]  # a whole number from 0
+LISTS = (list, tuple, Sequence)  # types of fields that hold a list of JSON
 EMPTY: tuple[Any, ...] = (None, "", [], {})  # values that are not written if they are their field's default
 
 
@@ -23,10 +24,10 @@ class MisfitError(ValueError):
 class JsonRecord:
     """Base class of dataclasses that stand for JSON objects.
 
-    A field's type is bool, int, float, str, None, Any, a JsonRecord, a list, tuple or Mapping of such types, or a union
-    of them. ``Annotated`` adds the range of a whole number, or a set of texts. A field with a default may be missing in
-    the object. A Mapping with the metadata ``prefix`` holds the object's entries whose keys begin with the prefix.
-    Other entries of the object are ignored. If a subclass has a ``kind``, the written object has this entry.
+    A field's type is bool, int, float, str, None, Any, a JsonRecord, a list, tuple, Sequence or Mapping of such types,
+    or a union of them. ``Annotated`` adds the range of a whole number, or a set of texts. A field with a default may be
+    missing in the object. A Mapping with the metadata ``prefix`` holds the object's entries whose keys begin with the
+    prefix. Other entries of the object are ignored. If a subclass has a ``kind``, the written object has this entry.
     """
 
     kind: ClassVar[str] = ""
@@ -83,14 +84,15 @@ def convert(value: Any, kind: Any, place: str) -> Any:
     if origin in (Union, UnionType):
         return convert_to_option(value, inner, place)
     is_record = isinstance(kind, type) and issubclass(kind, JsonRecord)
-    form = {} if is_record or origin in (dict, Mapping) else [] if origin in (list, tuple) else kind
+    form = {} if is_record or origin in (dict, Mapping) else [] if origin in LISTS else kind
     form = inner[1] if origin is Annotated else None if kind is NoneType else form
     if kind is not Any and not fits(value, form):
         raise MisfitError(f"{place or 'all'}={short_repr(value)}: must be {describe_form(form)}")
     if is_record:
         return convert_object(value, kind, f"{place}." if place else "")
-    if origin in (list, tuple):
-        return origin(convert(each, inner[0], f"{place}[{at}]") for at, each in enumerate(value))
+    if origin in LISTS:
+        items = [convert(each, inner[0], f"{place}[{at}]") for at, each in enumerate(value)]
+        return tuple(items) if origin is tuple else items
     return {key: convert(each, inner[1], f"{place}.{key}") for key, each in value.items()} if form == {} else value
 
 

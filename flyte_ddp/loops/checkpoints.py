@@ -60,7 +60,7 @@ class Checkpoints(CheckpointWriter):
             UserError: The step is earlier than the last step, or torch.load would reject the state.
         """
         self.used = True
-        refuse_earlier_step("save", step, self.last_step)
+        check_step("save", step, self.last_step)
         if not isinstance(state, Mapping):
             raise UserError(f"save: the state is a {type(state).__name__}; give a dict, such as {{'model': ...}}")
         new_types = find_types(state) - self.checked_types
@@ -142,7 +142,7 @@ def empty_tensors(value: Any) -> Any:
     return map_leaves(value, lambda _: torch.empty(0), lambda other: other)
 
 
-def refuse_earlier_step(what: str, step: int, last: int) -> None:
+def check_step(what: str, step: int, last: int) -> None:
     """Raise UserError if ``step`` is not a whole number from 0 on, or is below the step ``last``.
 
     ``what`` names the called method in the error.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.loops.checkpoints import refuse_earlier_step
+from flyte_ddp.loops.checkpoints import check_step
 from flyte_ddp.progress import StepProgress
 from flyte_ddp.runs.metrics import FunctionEnd, MetricsRecord, ValuesRecord
 from flyte_ddp.runs.run_folder import METRICS
@@ -36,7 +36,7 @@ class Records:
         Raises:
             UserError: The step goes back, a value is not a number, or a name is ``kind`` or ``time``.
         """
-        refuse_earlier_step("record", step, self.step)
+        check_step("record", step, self.step)
         numbers = dict[str, float]()
         for name, value in values.items():
             if name in RESERVED_KEYS:

@@ -13,7 +13,14 @@ from flyte_ddp.release.evaluation import Evaluation, evaluate_constant
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.samples import Floats, find_changes
 from flyte_ddp.release.scores import has_formula, has_pseudo_values, is_higher_better, name_scores, score_parts
-from flyte_ddp.release.statistics import NUMBERS, POINTS, Pair, compare_scores, correct_p_values, lower_bound_of_mean
+from flyte_ddp.release.statistics import (
+    NUMBERS,
+    POINTS,
+    ScoreDifferences,
+    compare_scores,
+    correct_p_values,
+    lower_bound_of_mean,
+)
 from flyte_ddp.release.task import Task, is_reordered
 from flyte_ddp.release.verdict import Check
 from flyte_ddp.text.formatting import format_count, format_measure, format_p_value, join_first, name_measure
@@ -25,14 +32,16 @@ LEAST_SAMPLES = 30  # of a class or slice that is tested: with fewer, 5 points a
 PLURAL = {"class": "classes", "label": "labels", "slice": "slices"}
 
 
-def compare_evaluations(mine: Evaluation, theirs: Evaluation, part: NDArray[np.int64] | slice = slice(None)) -> Pair:
+def compare_evaluations(
+    mine: Evaluation, theirs: Evaluation, part: NDArray[np.int64] | slice = slice(None)
+) -> ScoreDifferences:
     """Return the comparison of two models' scores on all samples, or on the samples at the positions ``part``."""
     names = name_scores(mine.objective)
     is_loss, counted = not is_higher_better(mine.objective), not has_pseudo_values(mine.objective)
     return compare_scores(mine.scores[part], theirs.scores[part], names, is_loss=is_loss, counted=counted)
 
 
-def compare_part(mine: Evaluation, theirs: Evaluation, part: NDArray[np.int64]) -> Pair:
+def compare_part(mine: Evaluation, theirs: Evaluation, part: NDArray[np.int64]) -> ScoreDifferences:
     """Return the comparison of two models on the samples of a class or a slice.
 
     ``part`` holds the positions of the samples. Two classifiers that are judged by predictions are compared by correct
@@ -90,7 +99,7 @@ def check_score(challenger: Evaluation, policy: Policy) -> Check:
     return Check(name_measure(name), passed, score, limit or None, shown, rule, reason)
 
 
-def compare_with_constant(found: Evaluation) -> tuple[Pair, str, float | None] | None:
+def compare_with_constant(found: Evaluation) -> tuple[ScoreDifferences, str, float | None] | None:
     """Compare a model with the best constant answer on the same samples. ``found`` is the model's evaluation.
 
     Differences are positive if the model is better.
@@ -112,9 +121,9 @@ def compare_with_constant(found: Evaluation) -> tuple[Pair, str, float | None] |
         return None
     weight = columns.get("weight", columns["loss"].new_ones(found.samples))
     loss = (columns["loss"].sum() / weight.sum()).item()
-    differences = (best * weight - columns["loss"]).numpy()
+    values = (best * weight - columns["loss"]).numpy()
     text = f"the best constant answer has a loss of {best:.4g}, and the model has {loss:.4g}"
-    return Pair(differences, "loss", NUMBERS), text, None
+    return ScoreDifferences(values, "loss", NUMBERS), text, None
 
 
 def check_above_constant(challenger: Evaluation, alpha: float) -> Check:
@@ -139,8 +148,8 @@ def check_champion_above_constant(champion: Evaluation, *, was_above: bool) -> C
     """
     if (compared := compare_with_constant(champion)) is None:
         return None
-    pair, text, _ = compared
-    p = pair.p_value_of_loss()
+    differences, text, _ = compared
+    p = differences.p_value_of_loss()
     worse = p < DISTINCT
     reason = f"the champion is below a constant answer: {text.replace('the model', 'the champion')}" if worse else ""
     name, shown, rule = "champion not below a constant answer", f"p = {p:.3g} for a worse one", f"at least {DISTINCT:g}"
@@ -161,8 +170,8 @@ def check_repeated_answers(then: Floats, now: Floats, *, classifies: bool) -> Ch
     if not len(then):
         return Check(name, True, shown="no sample in common")
     changes = find_changes(then, now)
-    pair = Pair(changes, "", POINTS if classifies else NUMBERS)
-    p = min(1.0, 2 * min(pair.p_value(), pair.p_value_of_loss()))
+    differences = ScoreDifferences(changes, "", POINTS if classifies else NUMBERS)
+    p = min(1.0, 2 * min(differences.p_value(), differences.p_value_of_loss()))
     both = now.mean(), then.mean()
     means = [
         f"accuracy {format_measure('accuracy', mean)}" if classifies else f"a loss of {-mean:.4g}" for mean in both
@@ -173,13 +182,13 @@ def check_repeated_answers(then: Floats, now: Floats, *, classifies: bool) -> Ch
     return Check(name, passed, p, DISTINCT, shown, rule, "" if passed else reason)
 
 
-def check_superior(pair: Pair, alpha: float) -> Check:
+def check_superior(differences: ScoreDifferences, alpha: float) -> Check:
     """Return the Check that the challenger beats the champion with a p-value of at most ``alpha``.
 
     The test is McNemar's exact test for scores of 0 and 1, and otherwise a sign-flip test.
     """
-    p = pair.p_value()
-    reason = f"{pair.describe()} (p {format_p_value(p)}, must be at most {alpha:.3g})"
+    p = differences.p_value()
+    reason = f"{differences.describe()} (p {format_p_value(p)}, must be at most {alpha:.3g})"
     return check_p_value("superior", p, alpha, reason)
 
 
@@ -187,24 +196,24 @@ def check_p_value(name: str, p: float, alpha: float, reason: str) -> Check:
     return Check(name, p <= alpha, p, alpha, f"p {format_p_value(p)}", f"p at most {alpha:.3g}", reason)
 
 
-def check_not_worse(name: str, pair: Pair, margin: float, alpha: float) -> Check:
+def check_not_worse(name: str, differences: ScoreDifferences, margin: float, alpha: float) -> Check:
     """Return the Check that the challenger loses less than ``margin`` to another model.
 
     The test is a lower confidence bound of the difference, of confidence 1 - ``alpha``.
 
     Args:
         name: The other model in words, such as "champion".
-        pair: The comparison with the other model.
+        differences: The comparison with the other model.
         margin: The largest accepted loss. 0.01 is a point of accuracy, or 1 % where less is better.
     """
-    bound = pair.lower_bound(alpha)
-    least, needed = pair.format_difference(bound), pair.format_difference(-margin)
-    reason = f"{pair.describe()}; the lower bound against the {name} is {least}, and must be above {needed}"
+    bound = differences.lower_bound(alpha)
+    least, needed = differences.format_difference(bound), differences.format_difference(-margin)
+    reason = f"{differences.describe()}; the lower bound against the {name} is {least}, and must be above {needed}"
     value, shown, rule = bound if math.isfinite(bound) else None, f"at least {least}", f"above {needed}"
     return Check(f"not worse than the {name}", bound > -margin, value, -margin, shown, rule, reason)
 
 
-def compare_labels(classes: Sequence[str], challenger: Evaluation, champion: Evaluation) -> dict[str, Pair]:
+def compare_labels(classes: Sequence[str], challenger: Evaluation, champion: Evaluation) -> dict[str, ScoreDifferences]:
     """Return the comparison of each label's scores, by the label's name. Labels of a segmentation are its classes.
 
     ``classes`` are the names of the labels. Skips labels whose measure is undefined for either model. Returns {} unless
@@ -222,25 +231,26 @@ def compare_labels(classes: Sequence[str], challenger: Evaluation, champion: Eva
     }
 
 
-def check_losses(kind: str, pairs: Mapping[str, Pair], policy: Policy) -> tuple[Check, list[Check]]:
+def check_losses(kind: str, comparisons: Mapping[str, ScoreDifferences], policy: Policy) -> tuple[Check, list[Check]]:
     """Return the Check that the challenger loses no part of this ``kind`` to the champion, and each part's Check.
 
-    A part is a class, a label or a slice, and ``kind`` is this word. ``pairs`` are the comparisons by the part's name.
-    A part fails if the loss is more than the policy's ``class_loss``, and the p-value after Holm's correction is at
-    most ``alpha``. Parts of fewer than LEAST_SAMPLES (30) samples pass.
+    A part is a class, a label or a slice, and ``kind`` is this word. ``comparisons`` are by the part's name. A part
+    fails if the loss is more than the policy's ``class_loss``, and the p-value after Holm's correction is at most
+    ``alpha``. Parts of fewer than LEAST_SAMPLES (30) samples pass.
     """
-    tested = {name: pair for name, pair in pairs.items() if pair.samples >= LEAST_SAMPLES}
-    corrected = correct_p_values([pair.p_value_of_loss() for pair in tested.values()])
+    tested = {name: each for name, each in comparisons.items() if each.samples >= LEAST_SAMPLES}
+    corrected = correct_p_values([each.p_value_of_loss() for each in tested.values()])
     p_values = dict(zip(tested, corrected, strict=True))
     rows = []
-    for name, pair in pairs.items():
-        p, passed, reason = p_values.get(name), True, f"only {pair.samples} samples"
+    for name, differences in comparisons.items():
+        p, passed, reason = p_values.get(name), True, f"only {differences.samples} samples"
         if p is not None:
-            passed = p > policy.alpha or -pair.difference <= policy.class_loss
-            reason = "" if passed else f"{kind} {name!r} loses: {pair.describe()}"
-        shown = f"{pair.format_difference(pair.difference)}, {'not tested' if p is None else f'p {format_p_value(p)}'}"
-        rule = f"above {pair.format_difference(-policy.class_loss)}, or p above {policy.alpha:g}"
-        rows.append(Check(name, passed, pair.difference, -policy.class_loss, shown, rule, reason))
+            passed = p > policy.alpha or -differences.difference <= policy.class_loss
+            reason = "" if passed else f"{kind} {name!r} loses: {differences.describe()}"
+        p_text = "not tested" if p is None else f"p {format_p_value(p)}"
+        shown = f"{differences.format_difference(differences.difference)}, {p_text}"
+        rule = f"above {differences.format_difference(-policy.class_loss)}, or p above {policy.alpha:g}"
+        rows.append(Check(name, passed, differences.difference, -policy.class_loss, shown, rule, reason))
     name = f"no {PLURAL[kind]} lost"
     if not tested:
         return Check(name, True, shown=f"no {kind} has at least {LEAST_SAMPLES} samples"), rows

@@ -266,16 +266,16 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, before: Entry)
     ours, others = remove_seen_samples(judgement, ours, others, [each for each in known if each is not None])
     slices = {name: np.flatnonzero(np.isin(ours.places, places)) for name, places in slices.items()}
     theirs = others["champion"]
-    pairs = {name: checks.compare_evaluations(ours, other) for name, other in others.items()}
+    comparisons = {name: checks.compare_evaluations(ours, other) for name, other in others.items()}
     verdict.checks.append(checks.check_score(ours, policy))
-    pair = pairs["champion"]
-    if not np.any(pair.differences):
+    differences = comparisons["champion"]
+    if not np.any(differences.values):
         return KEPT, "both models have the same score on each sample"
     alpha = judgement.claim_alpha()
     if policy.rule == NOT_WORSE:
-        decisive = [checks.check_not_worse(name, pairs[name], policy.margin, alpha) for name in pairs]
+        decisive = [checks.check_not_worse(name, comparisons[name], policy.margin, alpha) for name in comparisons]
     else:
-        decisive = [checks.check_superior(pair, alpha)]
+        decisive = [checks.check_superior(differences, alpha)]
     verdict.checks += decisive
     add_vetoes(judgement, ours, theirs, slices)
     sign = 1 if is_higher_better(model.objective) else -1
@@ -397,14 +397,14 @@ def add_vetoes(
     elif ours.classifies:
         truth = ours.columns["truth"].numpy()
         kinds = {"class": {name: np.flatnonzero(truth == place) for place, name in enumerate(model.classes)}, **kinds}
-    pairs = {
+    comparisons = {
         kind: {name: checks.compare_part(ours, theirs, part) for name, part in parts.items() if len(part)}
         for kind, parts in kinds.items()
         if parts
     }
     if labels := checks.compare_labels(model.classes, ours, theirs):
-        pairs["label" if isinstance(model.objective, Multilabel) else "class"] = labels
-    for kind, of_kind in pairs.items():
+        comparisons["label" if isinstance(model.objective, Multilabel) else "class"] = labels
+    for kind, of_kind in comparisons.items():
         check, judgement.parts[kind] = checks.check_losses(kind, of_kind, policy)
         judgement.verdict.checks.append(check)
     if ours.classifies and theirs.classifies:

@@ -7,7 +7,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.prepared import resolve_class_names
 from flyte_ddp.objectives import Facts, make_objective
 from flyte_ddp.release.policy import Policy
-from flyte_ddp.release.scores import needs_calls, refuse_many_calls
+from flyte_ddp.release.scores import check_number_of_calls, needs_calls
 from flyte_ddp.release.slices import group_by_slice, read_slices
 from flyte_ddp.user_code.callables import load_callable
 from flyte_ddp.validation.profile import DataProfile
@@ -34,4 +34,4 @@ def check_policy(policy: Policy, hp: Hyperparameters, profile: DataProfile, test
     facts = Facts(classes, tuple(profile.target_shape), select_by=hp.select_by)
     objective = make_objective(hp.objective, facts, hp.parse_options().get("objective", {}))
     if needs_calls(objective):
-        refuse_many_calls(samples)
+        check_number_of_calls(samples)

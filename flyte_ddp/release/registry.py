@@ -15,7 +15,6 @@ files are a revision in the version's folder: ``2``, then ``3``, and so on. The 
 alone. An entry of the log names the revision by the SHA-256 of the manifest.
 """
 
-import dataclasses
 import hashlib
 import itertools
 import json
@@ -24,13 +23,15 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Self, TypeVar
+from typing import Annotated, NamedTuple, Self, TypeVar
 
 from flyte_ddp import storage
+from flyte_ddp.checks.parsing import parse_json
+from flyte_ddp.checks.records import Count, JsonRecord
 from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.files import SIDECAR, WEIGHTS, file_digest, replace_file
 from flyte_ddp.text.formatting import join_first
@@ -57,11 +58,11 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class Entry:
+class Entry(JsonRecord):
     """An entry of the log, as it is stored."""
 
-    number: int  # from 1
-    action: str  # promote or rollback
+    number: Count  # from 1
+    action: Annotated[str, {PROMOTE, ROLLBACK}]
     version: str  # the champion from now on: SHA-256 of its weights
     manifest: str  # SHA-256 of the version's manifest
     best: str  # the version with the best main measure so far, perhaps not the champion
@@ -69,18 +70,16 @@ class Entry:
     by: str  # a Flyte execution, or user@host
     time: str  # ISO 8601, UTC
     previous: str  # SHA-256 of the entry before; empty for the first
-    digest: str  # SHA-256 of this entry's file
+    nonce: str = ""  # differs between writers of the same entry
+    digest: str = ""  # SHA-256 of this entry's file, which the file does not have
 
     @classmethod
     def from_file(cls, content: bytes) -> Self:
-        """Parse the content of an entry's file. Raises one of DAMAGED if the content is malformed."""
-        values = {**json.loads(content), "digest": content_digest(content)}
-        entry = cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)})
-        if any(type(getattr(entry, field.name)) is not field.type for field in dataclasses.fields(cls)):
-            raise TypeError("a value is of another type than its field")
-        if entry.action not in (PROMOTE, ROLLBACK) or not all(map(DIGEST.fullmatch, (entry.version, entry.manifest))):
-            raise ValueError("the action, the version or the manifest is invalid")
-        return entry
+        """Parse the content of an entry's file. Raises ValueError if the content is malformed."""
+        entry = cls.from_json_value(parse_json(content), "entry")
+        if not all(map(DIGEST.fullmatch, (entry.version, entry.manifest))):
+            raise ValueError("the version or the manifest is invalid")
+        return replace(entry, digest=content_digest(content))
 
 
 class LostError(UserError):
@@ -322,7 +321,7 @@ class Registry:
         address = self.entry_address(number)
         if (content := self.read_file(address, storage.read_file)) is None:
             raise UserError(f"{address} is missing; restore it, as no entry may be deleted")
-        with suppress(*DAMAGED):
+        with suppress(ValueError):
             entry = Entry.from_file(content)
             if entry.number == number:
                 return entry
@@ -345,10 +344,16 @@ class Registry:
             raise UserError("reason='': must not be empty; the registry's log keeps the reason")
         self.check_storage_never_overwrites()
         number = before.number + 1 if before else 1
-        about = {"by": by, "time": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", "nonce": secrets.token_hex(16)}
-        entry = {"number": number, "reason": reason.strip(), **values, **about}
-        entry["previous"] = before.digest if before else ""
-        content = json.dumps(entry, indent=1).encode() + b"\n"
+        entry = Entry(
+            number=number,
+            reason=reason.strip(),
+            by=by,
+            time=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
+            previous=before.digest if before else "",
+            nonce=secrets.token_hex(16),
+            **values,
+        )
+        content = json.dumps(entry.to_json_value(), indent=1).encode() + b"\n"
         if not self.create_file(self.entry_address(number), content):
             raise LostError(self.read_entry(number))
         return Entry.from_file(content)

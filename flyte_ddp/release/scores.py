@@ -242,7 +242,7 @@ def pseudo_values_by_calls(measure: Callable[[Mapping[str, Tensor]], float], col
     UserError for more than MOST_CALLS (20,000) samples.
     """
     samples = len(next(iter(columns.values())))
-    refuse_many_calls(samples)
+    check_number_of_calls(samples)
     without = [
         measure({name: torch.cat((column[:sample], column[sample + 1 :])) for name, column in columns.items()})
         for sample in range(samples)
@@ -250,7 +250,7 @@ def pseudo_values_by_calls(measure: Callable[[Mapping[str, Tensor]], float], col
     return compute_pseudo_values(np.array([measure(columns)]), np.array(without)[:, None])[:, 0]
 
 
-def refuse_many_calls(samples: int) -> None:
+def check_number_of_calls(samples: int) -> None:
     """Raise UserError for more than MOST_CALLS (20,000) samples."""
     if samples > MOST_CALLS:
         raise UserError(

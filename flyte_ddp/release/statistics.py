@@ -20,32 +20,32 @@ POINTS, SHARES, NUMBERS = "points", "shares", "numbers"
 
 
 @dataclass(frozen=True, eq=False)
-class Pair:
+class ScoreDifferences:
     """The differences of two models' scores on the same samples.
 
     For scores of 0 and 1, only the numbers of samples gained and lost matter.
     """
 
-    differences: Floats  # [N], the challenger's score minus the other model's
+    values: Floats  # [N], the challenger's score minus the other model's
     measure: str  # the name of the scores, in words
     unit: str  # POINTS for 0/1 scores, SHARES of the other model's mean loss, or NUMBERS
     counted: bool = True  # whether a higher score is a better answer; False for pseudo-values
 
     @property
     def samples(self) -> int:
-        return len(self.differences)
+        return len(self.values)
 
     @property
     def gained(self) -> int:
-        return int((self.differences > 0).sum())
+        return int((self.values > 0).sum())
 
     @property
     def lost(self) -> int:
-        return int((self.differences < 0).sum())
+        return int((self.values < 0).sum())
 
     @property
     def difference(self) -> float:
-        return float(self.differences.mean())
+        return float(self.values.mean())
 
     def describe(self) -> str:
         """Return the difference as text, such as "+1.25 points: 30 samples gained and 5 lost of 2,000".
@@ -75,10 +75,10 @@ class Pair:
         """
         if self.unit == POINTS and (differing := self.gained + self.lost):
             return float(stats.binomtest(self.gained, differing, 0.5, alternative="greater").pvalue)
-        return sign_flip_p_value(self.differences)
+        return sign_flip_p_value(self.values)
 
     def p_value_of_loss(self) -> float:
-        return Pair(-self.differences, self.measure, self.unit).p_value()
+        return ScoreDifferences(-self.values, self.measure, self.unit).p_value()
 
     def lower_bound(self, alpha: float) -> float:
         """Return the lower 1 - ``alpha`` confidence bound of the mean difference.
@@ -88,13 +88,13 @@ class Pair:
         """
         if self.unit == POINTS:
             return lower_bound_of_difference(self.gained, self.lost, self.samples, alpha)
-        by_flips = lower_bound_by_sign_flips(self.differences, alpha)
-        return min(by_flips, lower_bound_of_mean(self.differences, alpha))
+        by_flips = lower_bound_by_sign_flips(self.values, alpha)
+        return min(by_flips, lower_bound_of_mean(self.values, alpha))
 
 
 def compare_scores(
     mine: NDArray[Any], theirs: NDArray[Any], measure: str, *, is_loss: bool = False, counted: bool = True
-) -> Pair:
+) -> ScoreDifferences:
     """Return the comparison of two models' scores [N] of the same samples.
 
     Args:
@@ -106,9 +106,9 @@ def compare_scores(
         counted: Whether a higher score is a better answer. False for pseudo-values.
     """
     if not is_loss and all(np.isin(scores, (0, 1)).all() for scores in (mine, theirs)):
-        return Pair(np.subtract(mine, theirs, dtype=np.float64), measure, POINTS)
+        return ScoreDifferences(np.subtract(mine, theirs, dtype=np.float64), measure, POINTS)
     unit = abs(float(theirs.mean())) if is_loss else 0.0
-    return Pair((mine - theirs) / (unit or 1.0), measure, SHARES if unit > 0 else NUMBERS, counted)
+    return ScoreDifferences((mine - theirs) / (unit or 1.0), measure, SHARES if unit > 0 else NUMBERS, counted)
 
 
 def alpha_of_look(alpha: float, look: int) -> float:

@@ -184,14 +184,17 @@ def read_checkpoint(path: Path, *, most_bytes: float = math.inf) -> Checkpoint |
             if version not in verified and os.fstat(file.fileno()).st_size <= most_bytes:
                 verify_digest(file)
                 verified.update({version} if version else ())
-            header, metrics = read_head(file, with_metrics=most_bytes == math.inf)
-            return Checkpoint(**vars(Header.from_json_value(header, "header")), path=path, metrics=metrics)
+            value, metrics = read_head(file, with_metrics=most_bytes == math.inf)
+            header = Header.from_json_value(value, "header")
+        if json.loads(json.dumps(asdict(header))) == value:  # another release may have further entries
+            return Checkpoint(**vars(header), path=path, metrics=metrics)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise UnreadableError(error.strerror or str(error)) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise UnreadableError("its header is from another release") from error
+    except (ValueError, KeyError):
+        pass
+    raise UnreadableError("its header is from another release")
 
 
 def verify_digest(file: BinaryIO) -> None:

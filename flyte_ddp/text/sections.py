@@ -2,20 +2,21 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import get_args
 
-from flyte_ddp.checks.forms import COUNT, require_form
 from flyte_ddp.checks.parsing import parse_json
+from flyte_ddp.checks.records import Count, JsonRecord
 from flyte_ddp.text.json_lines import replace_non_finite
 
 Numbers = Sequence[float | None]  # None if not defined
 
 
 @dataclass(frozen=True)
-class Table:
+class Table(JsonRecord):
     """A table. Columns of numbers are aligned right, and an undefined number is shown as a dash."""
 
+    kind = "table"
     title: str
     text: str
     header: Sequence[str]
@@ -23,7 +24,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Chart:
+class Chart(JsonRecord):
     """A chart. Consecutive charts with the same title are shown as one section."""
 
     title: str
@@ -36,6 +37,7 @@ class Chart:
 class Scatter(Chart):
     """Points, with the diagonal where x and y are equal."""
 
+    kind = "scatter"
     y_label: str
     x: Numbers
     y: Numbers
@@ -45,14 +47,16 @@ class Scatter(Chart):
 class Histogram(Chart):
     """The number of values between each two neighbouring edges."""
 
+    kind = "histogram"
     edges: Numbers  # one edge more than counts
-    counts: Sequence[int]
+    counts: Sequence[Count]
 
 
 @dataclass(frozen=True)
 class Curve(Chart):
     """A line in the unit square."""
 
+    kind = "curve"
     y_label: str
     x: Numbers
     y: Numbers
@@ -60,48 +64,37 @@ class Curve(Chart):
 
 
 @dataclass(frozen=True)
-class Confusions:
+class Confusions(JsonRecord):
     """The number of samples for each pair of true and predicted class, [K, 3]: truth, prediction, number of samples."""
 
+    kind = "confusions"
     classes: Sequence[str]  # names of all classes
-    counts: Sequence[Sequence[int]]
+    counts: Sequence[Sequence[Count]]
 
 
 @dataclass(frozen=True)
-class Pictures:
+class Pictures(JsonRecord):
     """Samples of the test split with picture, prediction and truth. ``samples`` are positions in the split's order."""
 
+    kind = "pictures"
     title: str
     text: str
-    samples: Sequence[int]
+    samples: Sequence[Count]
 
 
 Section = Table | Scatter | Curve | Histogram | Confusions | Pictures
-NUMBERS = [(float, None)]
-FORMS = {
-    **dict.fromkeys(["title?", "text?", "name?", "x_label?", "y_label?"], str),
-    **dict.fromkeys(["x?", "y?", "edges?"], NUMBERS),
-    "header?": [str],
-    "rows?": [[(str, float, None)]],
-    "counts?": ([COUNT], [[COUNT]]),
-    "chance?": [float],
-    "classes?": [str],
-    "samples?": [COUNT],
-}
-KINDS: dict[str, type[Section]] = {kind.__name__.lower(): kind for kind in get_args(Section)}
+KINDS: dict[str, type[Section]] = {kind.kind: kind for kind in get_args(Section)}
 
 
 def encode_sections(sections: Iterable[Section]) -> str:
-    return json.dumps([replace_non_finite({"kind": type(each).__name__.lower(), **asdict(each)}) for each in sections])
+    return json.dumps([replace_non_finite(section.to_json_value()) for section in sections])
 
 
 def decode_sections(text: str) -> list[Section]:
     """Return the sections in a text of :func:`encode_sections`. NaN and infinite numbers have become None.
 
     Raises:
-        ValueError: The text is not JSON, or a value has another type.
-        TypeError: A section lacks a field, or has a field of another kind.
+        ValueError: The text is not JSON, or a section lacks a field or has a value of another type.
+        LookupError, TypeError: The text is no list of sections.
     """
-    found = parse_json(text)
-    require_form(found, [{"kind": {*KINDS}, **FORMS}], "sections")
-    return [KINDS[values.pop("kind")](**values) for values in found]
+    return [KINDS[values["kind"]].from_json_value(values, "sections") for values in parse_json(text)]

@@ -273,7 +273,7 @@ def test_a_model_that_is_not_there_is_named(
 def test_what_stands_and_what_was_taken_back(log: str, standing: str, taken_back: str) -> None:
     """By hand, rollbacks in small letters: who becomes champion by one was not taken back, whatever was before."""
     entries = [
-        Entry(number, "promote" if name.isupper() else "rollback", name.upper(), *["x"] * 7)
+        Entry(number, "promote" if name.isupper() else "rollback", name.upper(), *["x"] * 6)
         for number, name in enumerate(log, 1)
     ]
     promotions, rollbacks = replay_promotions(entries)

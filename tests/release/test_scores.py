@@ -33,7 +33,7 @@ from flyte_ddp.release.scores import (
     pseudo_values_of_ratios,
     score_parts,
 )
-from flyte_ddp.release.statistics import NUMBERS, POINTS, Pair, compare_scores
+from flyte_ddp.release.statistics import NUMBERS, POINTS, ScoreDifferences, compare_scores
 
 LABELS = ("sun", "sea", "fog")
 N = 60
@@ -186,7 +186,7 @@ def test_the_same_scores_are_counts_or_differences() -> None:
     random = np.random.default_rng(4)
     mine, theirs = (random.random(500) < share for share in (0.8, 0.7))
     counts = compare_scores(mine * 1.0, theirs * 1.0, "accuracy")
-    scores = Pair(counts.differences, "accuracy", NUMBERS)
+    scores = ScoreDifferences(counts.values, "accuracy", NUMBERS)
     assert counts.unit == POINTS
     assert counts.p_value() == pytest.approx(scores.p_value(), rel=1e-12)
     assert counts.p_value_of_loss() == pytest.approx(scores.p_value_of_loss(), rel=1e-12)

@@ -15,7 +15,7 @@ from flyte_ddp.release import statistics
 def test_mcnemar_is_a_sum_of_binomial_coefficients(gained: int, lost: int) -> None:
     discordant = gained + lost
     at_least = sum(math.comb(discordant, k) for k in range(gained, discordant + 1))
-    pair = statistics.Pair(np.repeat([1.0, -1.0, 0.0], [gained, lost, 9]), "accuracy", statistics.POINTS)
+    pair = statistics.ScoreDifferences(np.repeat([1.0, -1.0, 0.0], [gained, lost, 9]), "accuracy", statistics.POINTS)
     assert pair.p_value() == pytest.approx(at_least / 2**discordant)
 
 

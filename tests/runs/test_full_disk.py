@@ -12,6 +12,7 @@ import subprocess, sys
 from pathlib import Path
 import torch
 from flyte_ddp.models.artifacts import save_model
+from flyte_ddp.models.sidecar import Digests, LeavesInput, Sidecar
 from flyte_ddp.runs.checkpoint import FOLDER, Identity, verify_checkpoints, write_with_room
 from flyte_ddp.runs.checkpoint_writer import CheckpointWriter, Snapshot
 from flyte_ddp.runs.run_folder import METRICS
@@ -20,6 +21,7 @@ folder = Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2600k", "none", str(folder)], check=True)
 (folder / METRICS).touch()
 weights = {"weight": torch.ones(1 << 18)}
+sidecar = Sidecar(model="m", classes=[], input=LeavesInput("leaf", {}), digests=Digests(weights=""))
 writer = CheckpointWriter(folder, Identity({}), None)
 for step in (1, 2, 3, 4):
     writer.put(Snapshot(0, step, 0, weights))
@@ -27,10 +29,10 @@ for step in (1, 2, 3, 4):
     found, unreadable = verify_checkpoints(folder / FOLDER)
     print(found.step, [*unreadable], len([*(folder / FOLDER).iterdir()]))
 writer.close()
-write_with_room(folder, lambda: save_model(folder, weights, {}))
+write_with_room(folder, lambda: save_model(folder, weights, sidecar))
 print(sorted(path.name for path in folder.rglob("*.*t")))
 try:
-    write_with_room(folder, lambda: save_model(folder / "another", {"weight": torch.ones(1 << 20)}, {}))
+    write_with_room(folder, lambda: save_model(folder / "another", {"weight": torch.ones(1 << 20)}, sidecar))
 except Exception as error:
     print(type(error).__name__, error)
 print(verify_checkpoints(folder / FOLDER)[0].step)
