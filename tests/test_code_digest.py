@@ -13,14 +13,14 @@ from flyte_ddp.user_code.digest import DECIDING, library_digest, list_python_fil
 LIBRARY = ROOT / "flyte_ddp"
 DECIDES_NOTHING = {  # files that are imported by those that decide
     "checks/fields config": "values of hyperparameters are in the key themselves",
-    "checks/arrays checks/forms checks/parsing": "which files and JSON are refused",
+    "checks/arrays checks/forms checks/parsing checks/records": "which files and JSON are refused",
     "settings": "what does not change a run's result",
     "errors machine/clock progress results text/formatting text/json_lines text/sections": "what is told, and how",
     "text/credentials files lookahead machine/process machine/waiting": "how files, processes and threads are treated",
     "user_code/callables user_code/digest user_code/source user_code/stored user_code/version": "which code there is",
     "launch/supervise/rank": "how ranks start, meet and end; parallel/ decides what they compute together",
     "runs/checkpoint runs/checkpoint_writer": "how a state gets to a file and back",
-    "runs/run_folder runs/work": "what ranks are told, and where the files of a run are",
+    "runs/metrics runs/run_folder runs/work": "what ranks are told, and where the files of a run are",
     "storage/addresses": "where bytes come from, and what is known of them",
     "shards/cache shards/locks shards/parallel": "where the bytes of shards come from",
     "shards/packing shards/scanning": "make and check shards, which the fingerprint of the data covers",

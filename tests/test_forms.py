@@ -2,8 +2,10 @@
 
 import io
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from flyte_ddp.checks.arrays import DamagedArraysError, map_array, read_arrays
 from flyte_ddp.checks.forms import COUNT, require_form
 from flyte_ddp.checks.parsing import MisreadError, parse_json
+from flyte_ddp.checks.records import JsonRecord
 from flyte_ddp.errors import UserError
 
 FORM = {
@@ -82,3 +85,49 @@ def test_arrays_that_are_damaged_or_too_large(tmp_path: Path) -> None:
     (tmp_path / "a.npy").write_bytes(content.replace(b"'shape'", b"'shape(", 1))
     with pytest.raises(DamagedArraysError, match=r"^a\.npy: "):
         map_array(tmp_path / "a.npy")
+
+
+@dataclass(frozen=True)
+class Part(JsonRecord):
+    """A record inside another record."""
+
+    size: Annotated[int, range(1, 9)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole(JsonRecord):
+    """A record with fields of all types."""
+
+    kind = "whole"
+    name: Annotated[str, {"a", "b"}]
+    parts: tuple[Part, ...] = ()
+    either: Part | float | None = None
+    numbers: Mapping[str, float | None] = field(default_factory=dict, metadata={"prefix": "n_"})
+    flag: bool = False
+
+
+WHOLE = {"kind": "whole", "name": "a", "parts": [{"size": 1}], "either": {"size": 8}, "n_x": 1.5, "n_y": None}
+
+
+def test_a_record_is_read_and_written() -> None:
+    record = Whole.from_json_value({**WHOLE, "further": 1}, "file")
+    assert record == Whole(name="a", parts=(Part(1),), either=Part(8), numbers={"x": 1.5, "y": None})
+    assert record.to_json_value() == {**WHOLE, "flag": False}
+    assert Whole(name="b").to_json_value() == {"kind": "whole", "name": "b", "flag": False}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"name": "c"}, "name='c': must be one of a, b"),
+        ({"parts": [{"size": 1}, {"size": 9}]}, r"parts\[1\].size=9: must be a whole number from 1 to 8"),
+        ({"parts": [{}]}, r"parts\[0\].size is missing"),
+        ({"parts": {}}, r"parts={}: must be a list"),
+        ({"either": "x"}, "either='x': must be a finite number"),
+        ({"n_x": "1"}, "n_x='1': must be a finite number"),
+        ({"flag": 1}, "flag=1: must be true or false"),
+    ],
+)
+def test_the_first_misfit_of_a_record_is_named(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=f"^file: {said}"):
+        Whole.from_json_value({**WHOLE, **change}, "file")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, TextIO
+from typing import TextIO
 
 import pytest
 
@@ -37,8 +37,7 @@ def start_progress(stream: TextIO, mode: str, *steps: int) -> StepProgress:
         return StepProgress(mode, *steps)
 
 
-def evaluation(epoch: int, step: int, **values: float) -> dict[str, Any]:
-    return {"kind": "evaluation", "epoch": epoch, "step": step, "test_loss": 0.5, "test_accuracy": 0.875, **values}
+TEST = {"test": {"loss": 0.5, "accuracy": 0.875}}
 
 
 def test_the_first_lines_come_soon_and_then_ever_more_slowly(clock: Clock) -> None:
@@ -62,8 +61,8 @@ def test_a_line_tells_where_the_run_is_and_when_it_ends(clock: Clock) -> None:
     progress.show_step(20, {"loss": "loss 0.9012", "samples": "17,000 samples/s"})
     clock.now += 4
     progress.show_step(440, {})
-    progress.print_evaluation(evaluation(2, 844, validation_loss=0.25, validation_accuracy=0.901))
-    progress.print_evaluation(evaluation(3, 1266))
+    progress.print_evaluation(844, {"validation": {"loss": 0.25, "accuracy": 0.901}, **TEST})
+    progress.print_evaluation(1266, TEST)
     assert stream.getvalue().splitlines() == [
         "epoch 1/3, step 20/1,266, loss 0.9012, 17,000 samples/s, 00:10 elapsed",
         # 420 steps in 4 s, 826 to go: 7.87 s
@@ -80,7 +79,7 @@ def test_without_a_terminal_there_are_lines_or_nothing() -> None:
         progress = start_progress(stream, mode, 10, 5)
         assert progress.is_due() == (mode == "auto")
         progress.show_step(1, {"loss": 1.0})
-        progress.print_evaluation(evaluation(1, 5))
+        progress.print_evaluation(5, TEST)
         progress.close()
         assert stream.getvalue().count("\n") == lines
 
@@ -104,7 +103,7 @@ def show_training(clock: Clock, stream: TextIO) -> None:
         clock.now += 0.02
         progress.show_step(step, {"loss": f"loss {1 / step:.4f}", "samples": "17,000 samples/s"})
         if step % 20 == 0:
-            progress.print_evaluation(evaluation(step // 20, step))
+            progress.print_evaluation(step, TEST)
     progress.close()
 
 
@@ -160,7 +159,7 @@ def test_work_goes_on_when_nobody_reads_any_more(mode: str) -> None:
     progress = start_progress(Closed(), mode, 10, 5)
     for step in range(1, 11):
         progress.show_step(step, {"loss": 1.0})
-    progress.print_evaluation(evaluation(1, 5))
+    progress.print_evaluation(5, TEST)
     progress.close()
 
 

@@ -32,6 +32,7 @@ from flyte_ddp.machine.resources import Request
 from flyte_ddp.run import Result
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint import Checkpoint
+from flyte_ddp.runs.metrics import EvaluationRecord, TrainRecord, parse_metrics
 from flyte_ddp.runs.run_folder import METRICS
 from flyte_ddp.runs.work import Work
 from flyte_ddp.settings import Settings
@@ -191,7 +192,7 @@ def work(tmp_path: Path) -> Work:
 
 def save(work: Work, step: int) -> None:
     path = work.output_folder / checkpoint.FOLDER / checkpoint.SLOTS[0]
-    checkpoint.write_checkpoint(Checkpoint(path, 0, step, (), 1.0, IDENTITY, b""), {})
+    checkpoint.write_checkpoint(Checkpoint(0, step, (), 1.0, IDENTITY, path, b""), {})
 
 
 def raise_in_turn(errors: list[Exception], _: Work) -> None:
@@ -279,23 +280,25 @@ def test_restarts_are_counted_from_the_last_progress(work: Work) -> None:
     assert restarts.find_reason_to_end(work.output_folder, RankError("its own")) is not None
 
 
-START, FIRST, SECOND = {"kind": "start"}, {"kind": "train", "step": 1}, {"kind": "train", "step": 2}
-EVALUATION = {"kind": "evaluation", "step": 2, "epoch": 1}
+FIRST, SECOND = TrainRecord(epoch=0, step=1, loss=0.5), TrainRecord(epoch=0, step=2, loss=0.25)
+EVALUATION = EvaluationRecord(epoch=1, step=2, test={"loss": 0.75})
 
 
 @pytest.mark.parametrize(
-    ("of_rank_0", "own", "position", "expected"),
+    ("of_rank_0", "others", "position", "expected"),
     [
-        ([START, FIRST, SECOND], [FIRST, SECOND], (0, 2), [START, FIRST, SECOND]),
-        ([START, FIRST, SECOND], [FIRST], (0, 1), [START, FIRST]),
-        ([START, FIRST], [FIRST, SECOND], (0, 2), [START, FIRST, SECOND]),
-        ([START, FIRST, SECOND, EVALUATION], [FIRST, SECOND], (0, 2), [START, FIRST, SECOND]),
-        ([START, FIRST, SECOND], [SECOND, EVALUATION], (1, 2), [START, FIRST, SECOND, EVALUATION]),
+        ([FIRST, SECOND], [FIRST, SECOND], (0, 2), [FIRST, SECOND]),
+        ([FIRST, SECOND], [FIRST], (0, 1), [FIRST]),
+        ([FIRST], [FIRST, SECOND], (0, 2), [FIRST, SECOND]),
+        ([FIRST, SECOND, EVALUATION], [FIRST, SECOND], (0, 2), [FIRST, SECOND]),
+        ([FIRST, SECOND], [SECOND, EVALUATION], (1, 2), [FIRST, SECOND, EVALUATION]),
     ],
     ids=["equal", "rank 0 ahead", "rank 0 behind", "rank 0 has evaluated", "rank 0 has not evaluated"],
 )
-def test_records_of_a_lost_rank_0_end_where_the_other_rank_is(of_rank_0, own, position, expected) -> None:
-    metrics = b"".join(format_record(each) + b"\n" for each in of_rank_0) + b'{"kind": "tra'
-    completed = complete_metrics(metrics, own, *position)
-    assert [*parse_records(completed.splitlines())] == expected
+def test_records_of_a_lost_rank_0_end_where_the_other_rank_is(of_rank_0, others, position, expected) -> None:
+    start = b'{"kind": "start"}\n'
+    metrics = start + b"".join(format_record(each.to_json_value()) + b"\n" for each in of_rank_0) + b'{"kind": "tra'
+    completed = complete_metrics(metrics, others, *position)
+    assert completed.startswith(start)
+    assert [*parse_metrics([*parse_records(completed.splitlines())][1:], "metrics")] == expected
     assert completed.endswith(b"}\n")
