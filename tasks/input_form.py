@@ -16,6 +16,7 @@ from flytekit.models.interface import Parameter, Variable
 from flytekit.models.types import LiteralType, SimpleType, TypeStructure
 
 from flyte_ddp.checks.fields import CheckedFields
+from flyte_ddp.checks.parsing import JsonObject
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.release.policy import Policy
@@ -91,7 +92,7 @@ def prefill_form(parameter: Parameter, values: CheckedFields) -> Parameter:
     return Parameter(Variable(found, parameter.var.description), default=parameter.default)
 
 
-def form_metadata(values: CheckedFields) -> dict[str, Any]:
+def form_metadata(values: CheckedFields) -> JsonObject:
     """Return a dataclass type's metadata: a JSON schema (draft 7) for the console, with ``values`` as defaults.
 
     Flyte stores the schema as a protobuf Struct, which preserves the order of lists but not of objects. Therefore each

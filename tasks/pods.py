@@ -3,7 +3,7 @@
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Optional
 
 from flytekit import Cache, PodTemplate, Secret
 from flytekit.extras.accelerators import GPUAccelerator
@@ -12,12 +12,11 @@ from flyte_ddp.pods import environment
 from flyte_ddp.pods.profiles import Size, chosen_profile, size_of_part
 from flyte_ddp.settings import REGISTRY_PODS, REQUESTED_GPUS, read_number, read_text, read_whole_number
 from flyte_ddp.user_code.digest import library_digest
-from flytekitplugins.ddp.resources import flytekit_resources
+from flytekitplugins.ddp.resources import TaskOptions, flytekit_resources
 
 if TYPE_CHECKING:
     from kubernetes.client import V1PodSpec
 
-TaskOptions = dict[str, Any]  # keyword arguments of flytekit's task, by name
 WITH_DECK: TaskOptions = {"enable_deck": True, "deck_fields": ()}  # without the pages that flytekit would add
 
 

@@ -7,6 +7,8 @@ from flytekit.core.resources import ResourceSpec
 
 from flyte_ddp.pods.profiles import Size, count_ranks_of_node, size_of_part
 
+TaskOptions = dict[str, Any]  # keyword arguments of flytekit's task, by name
+
 ENGINE_RETRIES = 2  # retries by an engine, on the same hosts. A retry by Flyte would set up another cluster.
 
 
@@ -47,7 +49,7 @@ def divide_resources(given: Resources, parts: int) -> Resources:
     )
 
 
-def take_resources(options: dict[str, Any]) -> ResourceSpec:
+def take_resources(options: TaskOptions) -> ResourceSpec:
     """Remove ``requests``, ``limits`` and ``resources`` from a task's options, and return them as a ResourceSpec."""
     requests, limits, both = (options.pop(name, None) for name in ("requests", "limits", "resources"))
     if both is not None:

@@ -23,7 +23,7 @@ from flytekitplugins.ddp.flyte import (
 )
 from flytekitplugins.ddp.inputs import describe_inputs
 from flytekitplugins.ddp.ranks import Returned, make_call
-from flytekitplugins.ddp.resources import count_requested_gpus, take_resources
+from flytekitplugins.ddp.resources import TaskOptions, count_requested_gpus, take_resources
 from flytekitplugins.ddp.run import engine_launcher, name_run, run_in_folder, when_written
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class PodTask(RanksTask):
         return run_in_folder(call, run, Request(self.ddp.num_ranks, exact=True), launch)
 
 
-def make_task(config: DDP, function: Function, options: dict[str, Any]) -> RanksTask:
+def make_task(config: DDP, function: Function, options: TaskOptions) -> RanksTask:
     """Return the task for a function and flytekit's options. Changes ``options`` in place.
 
     Adds environment variables, a deck and unlimited shared memory to the options, unless they are given.

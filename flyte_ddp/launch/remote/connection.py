@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 from flyte_ddp.launch.remote.file_sync import write_piece
-from flyte_ddp.launch.supervise.link import RankInfo
+from flyte_ddp.launch.supervise.link import Message, RankInfo
 from flyte_ddp.launch.supervise.network import is_loopback
 from flyte_ddp.runs.work import Work
 from flyte_ddp.user_code.digest import package_digest
@@ -158,13 +157,13 @@ def accept_agents(server: socket.socket, key: bytes) -> Iterator[queue.SimpleQue
             at_end.enter_context(suppress(OSError, EOFError, AuthenticationError))
             at_end.enter_context(connected)
             pipe = at_end.enter_context(authenticated_pipe(connected, key, LAUNCHER))
-            hello: dict[str, Any] = pipe.recv()  # unpickled only after the peer's proof
+            hello: Message = pipe.recv()  # unpickled only after the peer's proof
             unproved.pop(connected, None)
             # Another build's hello may have more values, or fewer: gather_agents compares ``code``.
-            said: dict[str, Any] = {name: hello.get(name) for name in ("rank", "host", "folder", "code")}
+            facts: Message = {name: hello.get(name) for name in ("rank", "host", "folder", "code")}
             peer_address, launcher_address = connected.getpeername()[0], connected.getsockname()[0]
             arrived.put(
-                WorkerConnection(**said, pipe=pipe, peer_address=peer_address, launcher_address=launcher_address)
+                WorkerConnection(**facts, pipe=pipe, peer_address=peer_address, launcher_address=launcher_address)
             )
 
     def accept() -> None:

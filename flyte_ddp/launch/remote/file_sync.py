@@ -7,18 +7,18 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from flyte_ddp.files import explain_write_errors, file_version, list_files
+from flyte_ddp.launch.supervise.link import Message
 from flyte_ddp.runs.checkpoint import FOLDER, SLOTS
 from flyte_ddp.runs.run_folder import METRICS
 
 PIECE_BYTES = 1 << 22
 SEND_SECONDS = 0.5  # between two checks for changed files
-Send = Callable[[dict[str, Any]], None]
+Send = Callable[[Message], None]
 
 
-def read_file_as_messages(path: Path, name: str, start: int = 0) -> Iterator[dict[str, Any]]:
+def read_file_as_messages(path: Path, name: str, start: int = 0) -> Iterator[Message]:
     """Yield a file's bytes from ``start`` on as messages of up to 4 MiB, at least one.
 
     ``name`` is the path that the receiver gives the file, below its folder. The last message has ``last`` True. Bytes
@@ -35,7 +35,7 @@ def read_file_as_messages(path: Path, name: str, start: int = 0) -> Iterator[dic
             yield {"kind": "file", "name": name, "offset": offset, "data": data, "last": last}
 
 
-def write_piece(folder: Path, message: dict[str, Any]) -> None:
+def write_piece(folder: Path, message: Message) -> None:
     """Write a piece of a file into ``folder``. ``message`` comes from :func:`read_file_as_messages`.
 
     Until the last piece, the file is named ``.NAME.tmp``. metrics.jsonl is written directly. Bytes of the file after

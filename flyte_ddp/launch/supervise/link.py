@@ -15,6 +15,7 @@ from flyte_ddp.launch.supervise.network import set_network_interface
 from flyte_ddp.launch.supervise.report import make_failure_report
 from flyte_ddp.runs.checkpoint import Handover
 
+Message = dict[str, Any]  # between a rank, its agent and the launcher: "kind", and the values of this kind
 SaveFunction = Callable[[float], int]  # saves a checkpoint within so many seconds; returns the newest checkpoint's step
 OfferSaving = Callable[[SaveFunction], None]
 StandIn = Callable[[Handover], int | None]  # saves in rank 0's place; returns the newest checkpoint's step, or None
@@ -56,7 +57,7 @@ class Link(PipeEnd):
 
     def __init__(self, pipe: Connection, resumed_step: int = 0) -> None:
         super().__init__(pipe)
-        self._received: dict[str, queue.SimpleQueue[dict[str, Any]]] = {
+        self._received: dict[str, queue.SimpleQueue[Message]] = {
             kind: queue.SimpleQueue() for kind in ("work", "address")
         }
         self._save: SaveFunction = lambda _: resumed_step
@@ -112,7 +113,7 @@ class Link(PipeEnd):
             self.report_error(error)
             os._exit(1)
 
-    def handle_message(self, message: dict[str, Any]) -> None:
+    def handle_message(self, message: Message) -> None:
         """Store the work or rank 0's address for the main thread, or save a checkpoint and answer with its step."""
         if message["kind"] == "work":
             self._save = lambda _: int(message["saved"])

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from flyte_ddp.launch.supervise.link import PipeEnd, RankInfo
+from flyte_ddp.launch.supervise.link import Message, PipeEnd, RankInfo
 from flyte_ddp.launch.supervise.network import LOOPBACK
 from flyte_ddp.launch.supervise.rank_process import start_rank
 from flyte_ddp.launch.supervise.report import FailureReport
@@ -74,7 +74,7 @@ class RankHandle(PipeEnd):
         self.resumed_step = work.checkpoint.step if work.checkpoint else 0
         self.send("work", work=pickle.dumps(work), saved=self.resumed_step, network=self.network)
 
-    def read_messages(self) -> Iterator[dict[str, Any]]:
+    def read_messages(self) -> Iterator[Message]:
         """Yield the messages that have come from the rank, for up to 0.1 s.
 
         If the rank has ended, yields all messages. When the pipe has ended, sets ``listening`` to False. Does not wait.
@@ -86,7 +86,7 @@ class RankHandle(PipeEnd):
         except (EOFError, OSError):
             self.listening = False
 
-    def handle_message(self, message: dict[str, Any]) -> None:
+    def handle_message(self, message: Message) -> None:
         """Store the state that a rank's message reports in the attributes."""
         if message["kind"] == "error":
             self.report = message["report"]
@@ -135,7 +135,7 @@ class ProcessHandle(RankHandle):
         """
         self.work, self.resumed_step = work, work.checkpoint.step if work.checkpoint else 0
 
-    def read_messages(self) -> Iterator[dict[str, Any]]:
+    def read_messages(self) -> Iterator[Message]:
         """Yield the messages that have come from the rank. Send the kept work when the rank is ready."""
         for message in super().read_messages():
             if message["kind"] == "ready":
