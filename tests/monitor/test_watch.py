@@ -23,6 +23,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_arrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.models.artifacts import save_model
+from flyte_ddp.models.sidecar import read_sidecar
 from flyte_ddp.monitor.page import write_page, write_table
 from flyte_ddp.monitor.records import read_windows, record_window
 from flyte_ddp.monitor.score import measure_truth
@@ -349,9 +350,10 @@ def test_a_release_does_not_depend_on_what_is_described(
     """The same model, of an objective whose own answers fail, is released by the same verdict; the reason is told."""
     monkeypatch.chdir(HELPERS)
     weights, sidecar = (prices.runs["good"].run_folder / name for name in ("model.pt", "model.json"))
-    changed = json.loads(sidecar.read_text())
-    changed["objective"], changed["options"] = "window_tasks:Silent", {"objective": {"how": how}}
-    changed["hyperparameters"] |= {"objective": "window_tasks:Silent", "test_batch_size": 250}
+    changed, objective = read_sidecar(sidecar), "window_tasks:Silent"
+    hyperparameters = {**changed.hyperparameters, "objective": objective, "test_batch_size": 250}
+    options = {"objective": {"how": how}}
+    changed = replace(changed, objective=objective, options=options, hyperparameters=hyperparameters)
     save_model(tmp_path / "model", torch.load(weights, weights_only=True), changed)
     gate = Gate({}, Registry(str(tmp_path / "registry"), "model"), prices.data, tmp_path)
     found, before = gate.release(tmp_path / "model"), prices.judge("good", may_promote=False)
