@@ -31,7 +31,7 @@ from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.predict.sample_columns import (
     REFERENCE_SAMPLES,
     SampleColumns,
-    describe_batch,
+    batch_columns,
     draw_samples,
     join_columns,
 )
@@ -115,7 +115,7 @@ def describe(model: SavedModel, samples: Rows, prepare: Callable[[Any], Any]) ->
     parts = []
     for start in range(0, len(samples), BATCH):
         inputs = prepare(samples[start : start + BATCH])
-        parts.append(describe_batch(model, inputs, model.compute_outputs(inputs)))
+        parts.append(batch_columns(model, inputs, model.compute_outputs(inputs)))
     return join_columns(parts)
 
 

@@ -131,7 +131,7 @@ def judge_files(
         profile: The profile of the data.
         changes: Notes on the data, which the verdict shows.
     """
-    from flyte_ddp.predict.sample_columns import write_reference
+    from flyte_ddp.predict.sample_columns import Reference
     from flyte_ddp.release.judge import judge_challenger
     from flyte_ddp.release.page import write_page
     from flyte_ddp.release.samples import SAMPLES
@@ -154,7 +154,8 @@ def judge_files(
             if judgement.whole is not None:
                 judgement.identify_samples().write(folder / SAMPLES)
                 if judgement.whole.described:
-                    write_reference(folder / promotion.REFERENCE, judgement.whole.described, judgement.whole.columns)
+                    reference = Reference(judgement.whole.described, judgement.whole.columns)
+                    reference.write(folder / promotion.REFERENCE)
     Deck("Verdict", page.read_text(encoding="ascii"))
     paths.print_local_files(f"{judgement.verdict.describe()}; written to", {page: "all checks, to open in a browser"})
     return Judged(judgement.verdict.promotes, judgement.verdict, output_folder(folder))

@@ -31,7 +31,7 @@ from flyte_ddp.models import artifacts, zoo
 from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.models.sidecar import Metrics, Sidecar
 from flyte_ddp.predict.new_rows import load_preprocessing
-from flyte_ddp.predict.sample_columns import read_measured, read_reference, write_reference
+from flyte_ddp.predict.sample_columns import Reference
 from flyte_ddp.report.report import render_report
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.sweep.space import Sweep
@@ -210,7 +210,7 @@ def prepared_data(folder: Path) -> Target:
 def reference(folder: Path) -> Target:
     path = folder / "reference.npz"
     columns = {"age": np.arange(9.0), "city": np.array(["a", "b", "c"] * 3)}
-    write_reference(path, columns, {"loss": torch.arange(9.0)})
+    Reference(columns, {"loss": torch.arange(9.0)}).write(path)
     good = path.read_bytes()
 
     def case(chance: random.Random) -> None:
@@ -220,8 +220,7 @@ def reference(folder: Path) -> Target:
                 named = dict(stored)
             named[chance.choice([*named])] = np.array(chance.choice([1, "a", [], [[1, 2]], 1j, ["x"] * 9]))
             content = pack(named)
-        read_reference(content)
-        read_measured(content)
+        Reference.read(content)
 
     return Target(case)
 

@@ -92,17 +92,17 @@ def order_columns(rows: Any, names: Sequence[str], where: str) -> Any:
     return rows[[given[name] for name in names]]
 
 
-def describe_columns(rows: Any) -> dict[str, NDArray[Any]]:
+def normalize_columns(rows: Any) -> dict[str, NDArray[Any]]:
     """Return each column of n rows as float64 [n] or as texts [n], by the column's name.
 
     Truth values become 0 and 1, dates become days since 1970, and durations become days. Missing numbers are NaN, and
     missing texts are "". Columns of arrays are skipped.
     """
-    found = {name: describe_values(values) for name, values in list_columns(rows).items()}
+    found = {name: normalize_values(values) for name, values in list_columns(rows).items()}
     return {name: values for name, values in found.items() if values.ndim == 1}
 
 
-def describe_values(values: Any) -> NDArray[Any]:
+def normalize_values(values: Any) -> NDArray[Any]:
     """Return a column of n values as float64 [n] or texts [n]. Dates become days since 1970.
 
     If the values are lists or arrays, the result has more than one dimension.
@@ -116,10 +116,10 @@ def describe_values(values: Any) -> NDArray[Any]:
     if array.dtype.kind in "mM":
         seconds = array.astype(f"{array.dtype.kind}8[s]").astype(np.int64)
         return np.where(np.isnat(array), np.nan, seconds / SECONDS_OF_DAY)
-    return array if array.ndim != 1 else describe_objects(array)
+    return array if array.ndim != 1 else normalize_objects(array)
 
 
-def describe_objects(array: NDArray[Any]) -> NDArray[Any]:
+def normalize_objects(array: NDArray[Any]) -> NDArray[Any]:
     """Return values [n] of any types as float64 if all known values are numbers or dates, else as texts.
 
     Missing values become NaN or "". Dates become days since 1970.
@@ -133,7 +133,7 @@ def describe_objects(array: NDArray[Any]) -> NDArray[Any]:
     if known and all(hasattr(value, "toordinal") for value in known):
         dates = np.full(len(array), np.datetime64("NaT", "s"))
         dates[~missing] = [np.datetime64(str(value)[:19]) for value in known]
-        return describe_values(dates)
+        return normalize_values(dates)
     return np.array([MISSING if bad else str(value) for bad, value in zip(missing, array, strict=True)], dtype=np.str_)
 
 
@@ -145,10 +145,10 @@ def is_missing(value: Any) -> bool:
 def digest_rows(rows: Any) -> NDArray[np.uint64]:
     """Return a hash of each row [n]. Rows with equal values in columns of equal names have equal hashes.
 
-    The order of the columns makes no difference. Values are compared in the form of :func:`describe_columns`, in which,
-    for example, True equals 1.
+    The order of the columns makes no difference. Values are compared in the form of :func:`normalize_columns`, in
+    which, for example, True equals 1.
     """
-    columns = describe_columns(rows)
+    columns = normalize_columns(rows)
     total = np.zeros(count_rows(rows), np.uint64)
     for name, values in columns.items():
         total += mix(digest_column(values) ^ digest_text(name))

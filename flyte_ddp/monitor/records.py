@@ -9,11 +9,11 @@ import hashlib
 import re
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
-from flyte_ddp.monitor.window import LOOKED_AT, TRUTH_FIELDS, Window, is_alarm
+from flyte_ddp.monitor.window import LOOKED_AT, Score, Window, is_alarm
 from flyte_ddp.release.registry import DAMAGED, READERS, Entry, Registry
 
 RECENT = 50  # windows of a page
@@ -142,7 +142,7 @@ def record_window(registry: Registry, entry: Entry, window: Window, *, once: boo
             number = max(records.files, default=0) + 1
             found, file = replace(window, number=number), f"{number:08}.json"
         else:
-            found = replace(same, **{name: getattr(window, name) for name in TRUTH_FIELDS})
+            found = replace(same, **{field.name: getattr(window, field.name) for field in fields(Score)})
             if not window.truths or found == same:
                 return same
             file = f"truth/{same.number:08}-{len(records.files[same.number]):04}.json"

@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 from scipy.stats import binomtest, fisher_exact, norm
 from torch import Tensor
 
-from flyte_ddp.monitor.window import FEWEST
+from flyte_ddp.monitor.window import FEWEST, Score
 from flyte_ddp.objectives import Classification, Objective, Regression
 from flyte_ddp.objectives.objective import Columns
 from flyte_ddp.predict.sample_columns import draw_measured
@@ -34,10 +33,8 @@ class HeldOut:
     columns: Columns  # the objective's, of some samples; empty: an older release judged the version
 
 
-def measure_truth_fields(
-    objective: Objective, parts: Sequence[Mapping[str, Tensor]], held_out: HeldOut, seed: int
-) -> dict[str, Any]:
-    """Return the fields of a Window about the truth. Fields that cannot be determined are missing.
+def measure_score(objective: Objective, parts: Sequence[Mapping[str, Tensor]], held_out: HeldOut, seed: int) -> Score:
+    """Return the score of a window, compared with the held-out samples.
 
     Args:
         parts: The objective's columns of the samples with a truth, by batch. May be empty.
@@ -46,38 +43,39 @@ def measure_truth_fields(
     """
     columns = {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())}
     found = measure_truth(objective, columns)
-    if "score" in found:
-        drawn = {name: torch.from_numpy(values) for name, values in draw_measured(columns, seed).items()}
-        found |= compare_score(objective, drawn, found["score"], held_out, seed)
-    return found
+    if found.score is None:
+        return found
+    drawn = {name: torch.from_numpy(values) for name, values in draw_measured(columns, seed).items()}
+    p = find_p_value(objective, drawn, found.score, held_out, seed)
+    return found if p is None else replace(found, worse_p=p, worse=p <= ALPHA)
 
 
-def measure_truth(objective: Objective, columns: Columns) -> dict[str, Any]:
-    """Return fields of a Window: the number of samples with a truth, the main measure, and the 95 % interval.
+def measure_truth(objective: Objective, columns: Columns) -> Score:
+    """Return the number of samples with a truth, the main measure, and the 95 % interval.
 
     The interval of an accuracy is Wilson's. If another measure is a mean of the samples' scores, the interval assumes a
-    normal distribution of the mean. Fields that cannot be determined are missing, for example if fewer than 50 samples
+    normal distribution of the mean. Values that cannot be determined are None, for example if fewer than 50 samples
     have a truth.
     """
     samples = len(columns["loss"]) if columns else 0
-    found: dict[str, Any] = {"truths": samples}
+    found = Score(truths=samples)
     if samples < FEWEST or columns.get("prediction", columns["loss"]).isinf().any():
         return found
     score = measure_columns(objective, dict(columns))[objective.main_measure]
     if not math.isfinite(score):
         return found
-    found["score"] = score
+    found = replace(found, score=score)
     if is_accuracy(objective):
-        found["low"], found["high"] = binomtest(round(score * samples), samples).proportion_ci(method="wilson")
-    elif (scores := score_samples_of_mean(objective, columns)) is not None:
-        higher = is_higher_better(objective)
-        scores, in_units = scores * (1 if higher else -1), MEASURE_OF_SCORE.get(name_scores(objective), float)
-        error = scores.std(ddof=1) / math.sqrt(samples)
-        if error:  # equal scores have no normal distribution
-            low, high = map(in_units, norm.interval(0.95, scores.mean(), error))
-            # Measures with higher scores for better answers, such as F1, are shares.
-            found["low"], found["high"] = (max(0.0, low), min(1.0, high)) if higher else (low, high)
-    return found
+        low, high = binomtest(round(score * samples), samples).proportion_ci(method="wilson")
+        return replace(found, low=low, high=high)
+    scores = score_samples_of_mean(objective, columns)
+    if scores is None or not scores.std():  # equal scores have no normal distribution
+        return found
+    higher = is_higher_better(objective)
+    scores, in_units = scores * (1 if higher else -1), MEASURE_OF_SCORE.get(name_scores(objective), float)
+    low, high = map(in_units, norm.interval(0.95, scores.mean(), scores.std(ddof=1) / math.sqrt(samples)))
+    # Measures with higher scores for better answers, such as F1, are shares.
+    return replace(found, low=max(0.0, low), high=min(1.0, high)) if higher else replace(found, low=low, high=high)
 
 
 def is_accuracy(objective: Objective) -> bool:
@@ -95,10 +93,8 @@ def score_samples_of_mean(objective: Objective, columns: Columns) -> NDArray[np.
     return None if own or several or needs_calls(objective) else score_samples(objective, columns)
 
 
-def compare_score(objective: Objective, columns: Columns, score: float, held_out: HeldOut, seed: int) -> dict[str, Any]:
-    """Return fields of a Window: the p-value of a score worse than held out, and whether p is small enough.
-
-    The limit of p is ALPHA (0.01). Returns {} if no test is possible.
+def find_p_value(objective: Objective, columns: Columns, score: float, held_out: HeldOut, seed: int) -> float | None:
+    """Return the p-value of a score worse than held out, or None if no test is possible.
 
     Args:
         columns: The objective's columns of all or some samples with a truth.
@@ -107,10 +103,8 @@ def compare_score(objective: Objective, columns: Columns, score: float, held_out
         seed: The seed of permutations.
     """
     if held_out.columns.keys() >= columns.keys():
-        p = p_value_of_draws(objective, columns, held_out.columns, seed)
-    else:
-        p = p_value_without_columns(objective, columns, score, held_out)
-    return {} if p is None else {"worse_p": p, "worse": p <= ALPHA}
+        return p_value_of_draws(objective, columns, held_out.columns, seed)
+    return p_value_without_columns(objective, columns, score, held_out)
 
 
 def p_value_of_draws(objective: Objective, columns: Columns, held_out: Columns, seed: int) -> float | None:

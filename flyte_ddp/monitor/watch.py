@@ -22,7 +22,7 @@ from flyte_ddp.files import SIDECAR, WEIGHTS
 from flyte_ddp.loading.encoded import BadSamples
 from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.monitor.compare import SAMPLES, compare_columns, rate_samples
-from flyte_ddp.monitor.score import HeldOut, measure_truth_fields
+from flyte_ddp.monitor.score import HeldOut, measure_score
 from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.monitor.truth import add_truth, find_known_truths
 from flyte_ddp.monitor.window import FEWEST, Window
@@ -39,12 +39,11 @@ from flyte_ddp.predict.prediction_batches import (
 )
 from flyte_ddp.predict.row_batches import read_row_batches
 from flyte_ddp.predict.sample_columns import (
+    Reference,
     SampleColumns,
-    describe_batch,
+    batch_columns,
     draw_samples,
     join_columns,
-    read_measured,
-    read_reference,
 )
 from flyte_ddp.progress import Progress
 from flyte_ddp.release.evaluation import find_targets
@@ -96,7 +95,7 @@ class WatchedModel:
                 self.digest.update(leaf.cpu().flatten().view(torch.uint8).numpy() if is_tensor else repr(leaf).encode())
             with translate_user_errors(f"model {model.sidecar.model!r} on samples {ids[0]} to {ids[-1]}"):
                 outputs = model.compute_outputs(batch.inputs)
-                columns = describe_batch(model, batch.inputs, outputs, batch.rows)
+                columns = batch_columns(model, batch.inputs, outputs, batch.rows)
             if columns.keys() != self.reference.keys():
                 names = f"the columns {join_first(columns)}, and the held-out samples {join_first(self.reference)}"
                 raise UserError(f"samples {ids[0]} to {ids[-1]} have {names}: the names must be the same in each batch")
@@ -183,8 +182,8 @@ def predict_window(
     with TemporaryDirectory() as folder:
         weights, sidecar = (registry.download_file(version, name, Path(folder)) for name in (WEIGHTS, SIDECAR))
         model = SavedModel(weights, sidecar, settings)
-        reference = registry.read_version_file(version, REFERENCE)
-        watched = WatchedModel(model, read_reference(reference))
+        reference = Reference.read(registry.read_version_file(version, REFERENCE))
+        watched = WatchedModel(model, reference.columns)
         batches = open_window(model, source, local, watched.bad)
         watched.predict(add_truth(model, source.truth, batches) if source.truth else batches)
     samples, bad = len(watched.ids), watched.bad.names
@@ -197,7 +196,7 @@ def predict_window(
     digest = watched.digest.hexdigest()
     seed = int(digest[:16], 16)
     drawn = draw_samples(watched.columns, SAMPLES, seed)
-    held_out = HeldOut(verdict.challenger_score, verdict.samples, read_measured(reference))
+    held_out = HeldOut(verdict.challenger_score, verdict.samples, reference.measured)
     found = Window(
         version=entry.version,
         address=source.address,
@@ -209,7 +208,7 @@ def predict_window(
         columns=compare_columns(watched.reference, drawn) if samples >= FEWEST else [],
         measure=verdict.measure,
         held_out=held_out.score,
-        **measure_truth_fields(model.objective, watched.measured, held_out, seed),
+        **vars(measure_score(model.objective, watched.measured, held_out, seed)),
     )
     return found, watched
 

@@ -11,7 +11,6 @@ from flyte_ddp.text.formatting import format_measure, join_first, name_measure
 
 FEWEST = 50  # least samples of a verdict
 LOOKED_AT, NEEDED = 3, 2  # an alarm needs 2 of 3 windows with moved columns, or with worse scores
-TRUTH_FIELDS = ("truths", "score", "low", "high", "worse_p", "worse")  # of a Window
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,20 @@ class ColumnChange(DataClassJsonMixin):
     untested: str = ""  # why the tests cannot find a change; empty: they can
 
 
+@dataclass(frozen=True, kw_only=True)
+class Score(DataClassJsonMixin):
+    """The main measure of the samples whose truth is known."""
+
+    truths: int = 0  # samples whose truth is known
+    score: Optional[float] = None  # noqa: UP045  # the measure of these samples; None: too few, or undefined
+    low: Optional[float] = None  # noqa: UP045  # ends of the score's 95 % interval; None: no interval
+    high: Optional[float] = None  # noqa: UP045
+    worse_p: Optional[float] = None  # noqa: UP045  # of a score worse than held out; None: no test
+    worse: bool = False  # whether the score is worse than the held-out one beyond chance
+
+
 @dataclass(frozen=True)
-class Window(DataClassJsonMixin):
+class Window(Score):
     """The results of a window of samples."""
 
     version: str
@@ -39,12 +50,6 @@ class Window(DataClassJsonMixin):
     columns: list[ColumnChange]  # empty: too few samples for a verdict
     measure: str  # the name of the main measure
     held_out: float  # the main measure on the test split of the champion's release
-    truths: int = 0  # samples whose truth is known
-    score: Optional[float] = None  # noqa: UP045  # the measure of these samples; None: too few, or undefined
-    low: Optional[float] = None  # noqa: UP045  # ends of the score's 95 % interval; None: no interval
-    high: Optional[float] = None  # noqa: UP045
-    worse_p: Optional[float] = None  # noqa: UP045  # of a score worse than held out; None: no test
-    worse: bool = False  # whether the score is worse than the held-out one beyond chance
     number: int = 0  # from 1, of this champion
     alarm: bool = False
 

@@ -17,7 +17,7 @@ from flyte_ddp.datasets.prepared import (
     resolve_class_names,
 )
 from flyte_ddp.datasets.preprocessing import TABLE
-from flyte_ddp.datasets.rows import describe_columns
+from flyte_ddp.datasets.rows import normalize_columns
 from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays, name_sample
 from flyte_ddp.errors import UserError
 from flyte_ddp.hardware import Hardware
@@ -117,7 +117,7 @@ class OpenedData:
         """The columns of the test rows as the user's code has read them, by name. Empty if no rows were kept."""
         if not isinstance(self.prepared, SampleArrays) or not self.prepared.rows:
             return {}
-        return describe_columns(self.prepared.load_rows("test"))
+        return normalize_columns(self.prepared.load_rows("test"))
 
     def list_inputs(self, inputs: Leaves, samples: Indices) -> TableColumns:
         rows = {name: column[samples] for name, column in self.row_columns.items()}

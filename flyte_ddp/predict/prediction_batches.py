@@ -14,7 +14,7 @@ from flyte_ddp.catalog import IGNORED
 from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.image_folder import SUFFIXES, is_image, list_visible_files
 from flyte_ddp.datasets.prepared import ItemSet, PreparedSet
-from flyte_ddp.datasets.rows import MISSING, describe_columns
+from flyte_ddp.datasets.rows import MISSING, normalize_columns
 from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.datasets.table import UNKNOWN
 from flyte_ddp.errors import UserError
@@ -249,7 +249,7 @@ def open_item_batches(model: SavedModel, data: ItemSet) -> Split:
 
 def describe_rows(data: PreparedSet) -> dict[str, NDArray[Any]]:
     found = data.load_rows("test") if isinstance(data, SampleArrays) else None
-    return {} if found is None else describe_columns(found)
+    return {} if found is None else normalize_columns(found)
 
 
 def cast_inputs(data: SampleArrays, spec: LeavesSpec) -> SampleArrays:

@@ -1,9 +1,9 @@
 """Columns of samples, by which windows of data are compared: columns of a model's inputs and of the outputs."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -28,9 +28,10 @@ MEASURED_NUMBERS = 250_000  # of the objective's columns in a reference
 COLUMNS = 64  # rows with more numbers have only the columns mean and deviation
 
 SampleColumns = dict[str, NDArray[Any]]  # by name [n]: float64, int64, or texts, which are categories
+Column = Tensor | NDArray[Any]  # [n], of any type
 
 
-def describe_batch(
+def batch_columns(
     model: SavedModel, inputs: Leaves, outputs: Any, rows: Mapping[str, NDArray[Any]] | None = None
 ) -> SampleColumns:
     """Return columns of n samples, from the model's inputs and outputs.
@@ -41,7 +42,7 @@ def describe_batch(
     """
     spec, leaves = model.spec, dict[str, Tensor]()
     if isinstance(spec, InputSpec):
-        found: dict[str, Any] = describe_pictures(inputs, spec)
+        found: dict[str, Column] = {**picture_columns(inputs, spec)}
     else:
         # Only the inputs' leaves, because collate="padded" adds a mask as wide as the batch's longest sample.
         without_mask = inputs[0] if spec.form == "leaf" and isinstance(inputs, tuple) else inputs
@@ -51,15 +52,15 @@ def describe_batch(
         columns = model.sidecar.preprocessing.get("columns", {})  # of frames
         for name, leaf in leaves.items():
             varies = shapes[name][:1] == (None,)
-            found |= describe_leaf(f"input {name}".rstrip(), leaf, columns.get(name, ()), varies=varies)
+            found |= tensor_columns(f"input {name}".rstrip(), leaf, columns.get(name, ()), varies=varies)
     of_rows = [*(rows or {}).items()][:COLUMNS]
     shown = {f"row {name}": each.astype(SHORT) if each.dtype.kind == "U" else each for name, each in of_rows}
-    found = shown | found
+    found = {**shown, **found}
     own = type(model.objective).answers
     if own is Classification.answers:
-        found |= describe_classes(outputs, model.objective)
+        found |= class_columns(outputs, model.objective)
     elif own is Language.answers:
-        found |= describe_texts(find_logits(outputs), leaves)
+        found |= text_columns(find_logits(outputs), leaves)
     else:
         answers = {name: np.asarray(values) for name, values in model.objective.answers(outputs).items()}
         numbers = [values for values in answers.values() if values.dtype.kind in "biuf"]
@@ -71,7 +72,7 @@ def describe_batch(
     return {name: convert_column(values) for name, values in found.items()}
 
 
-def describe_pictures(images: Tensor, spec: InputSpec) -> dict[str, Any]:
+def picture_columns(images: Tensor, spec: InputSpec) -> dict[str, Tensor]:
     """Return brightness, contrast and sharpness (log variance of the Laplacian) of normalised images [n, C, H, W]."""
     mean, std = (torch.tensor(values, device=images.device) for values in (spec.mean, spec.std))
     grey = torch.einsum("nchw,c->nhw", images.float(), std / len(std)) + mean.mean()
@@ -80,7 +81,7 @@ def describe_pictures(images: Tensor, spec: InputSpec) -> dict[str, Any]:
     return {"brightness": grey.mean((1, 2)), "contrast": grey.std((1, 2)), "sharpness": sharpness}
 
 
-def describe_leaf(name: str, leaf: Tensor, columns: Sequence[str], *, varies: bool) -> dict[str, Any]:
+def tensor_columns(name: str, leaf: Tensor, columns: Sequence[str], *, varies: bool) -> Mapping[str, Column]:
     """Return columns of a leaf [n, ...] by name. If the length ``varies``, or for long texts, the length is a column.
 
     A text has the column of a single token, chosen by the sum of the text's tokens. The choice does not depend on the
@@ -113,7 +114,7 @@ def measure_lengths(leaf: Tensor) -> Tensor:
     return (there * torch.arange(1, leaf.shape[1] + 1)).amax(1)
 
 
-def describe_classes(logits: Tensor, objective: Objective) -> dict[str, Any]:
+def class_columns(logits: Tensor, objective: Objective) -> dict[str, Column]:
     """Return the predicted class, its confidence, and the entropy in nats, from ``logits`` [n, K]."""
     predicted, names = predict_classes(objective, logits).cpu(), np.array(objective.facts.classes)
     confidence, entropy = torch.empty(2, len(logits), dtype=torch.float64)
@@ -125,7 +126,7 @@ def describe_classes(logits: Tensor, objective: Objective) -> dict[str, Any]:
     return {"prediction": names[predicted.numpy()], "confidence": confidence, "entropy": entropy}
 
 
-def describe_texts(logits: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Any]:
+def text_columns(logits: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Column]:
     """Return the mean confidence and entropy of each text's tokens, from ``logits`` [n, longest, k].
 
     ``leaves`` are the leaves of the inputs. Places after the end of a text are skipped, if a leaf has the tokens.
@@ -135,7 +136,7 @@ def describe_texts(logits: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, An
     for text, length in zip(logits, measure_lengths(tokens[0]).tolist(), strict=True):  # each is large
         shares = text[: max(1, length)].softmax(1)
         found.append((shares.amax(1).mean().item(), torch.special.entr(shares).sum(1).mean().item()))
-    return dict(zip(("confidence", "entropy"), zip(*found, strict=True), strict=True))
+    return dict(zip(("confidence", "entropy"), np.array(found).T, strict=True))
 
 
 def split_rows(name: str, rows: NDArray[Any], names: Sequence[str]) -> SampleColumns:
@@ -150,7 +151,7 @@ def split_rows(name: str, rows: NDArray[Any], names: Sequence[str]) -> SampleCol
     return {f"{name} {each}" if width > 1 or names else name: rows[:, place] for place, each in enumerate(called)}
 
 
-def convert_column(values: Any) -> NDArray[Any]:
+def convert_column(values: Column) -> NDArray[Any]:
     array = np.asarray(values.cpu() if isinstance(values, Tensor) else values)
     return array if array.dtype.kind == "U" else array.astype(np.float64 if array.dtype.kind == "f" else np.int64)
 
@@ -176,52 +177,40 @@ def draw_measured(columns: Mapping[str, Tensor], seed: int) -> SampleColumns:
     return draw_samples(arrays, max(1, MEASURED_NUMBERS // sum(array[0].size for array in arrays.values())), seed)
 
 
-def write_reference(path: Path, columns: SampleColumns, measured: Mapping[str, Tensor]) -> None:
-    """Write columns of up to 5,000 samples, and up to 250,000 numbers of the objective's columns ``measured``.
+@dataclass(frozen=True)
+class Reference:
+    """Columns of a model's held-out samples, and the objective's columns of some of these samples."""
 
-    The samples are drawn with a fixed seed. Replaces an existing file.
-    """
-    drawn, kept = draw_samples(columns, REFERENCE_SAMPLES, 0), draw_measured(measured, 0)
-    with replace_file(path) as file:  # names in an array, because a name may equal a parameter of NumPy's function
-        np.savez_compressed(file, np.array([*drawn]), *drawn.values(), np.array([*kept]), *kept.values())
+    columns: SampleColumns
+    measured: Mapping[str, Tensor]  # empty in a file that is older than these columns
 
+    def write(self, path: Path) -> None:
+        """Write columns of up to 5,000 samples, and up to 250,000 numbers of the objective's columns.
 
-def read_reference(content: bytes) -> SampleColumns:
-    """Return the columns of the samples in a reference. Raises UserError if the reference is damaged."""
-    arrays, names = open_reference(content)
-    return {name: arrays[f"arr_{place}"] for place, name in enumerate(names, 1)}
+        The samples are drawn with a fixed seed. Replaces an existing file.
+        """
+        drawn = draw_samples(self.columns, REFERENCE_SAMPLES, 0), draw_measured(self.measured, 0)
+        # Names are in arrays, because a name may equal a parameter of NumPy's function.
+        arrays = (array for columns in drawn for array in (np.array([*columns]), *columns.values()))
+        with replace_file(path) as file:
+            np.savez_compressed(file, *arrays)
 
-
-def read_measured(content: bytes) -> dict[str, Tensor]:
-    """Return the objective's columns of held-out samples, or {} if the reference is older than these columns.
-
-    Raises UserError if the reference is damaged.
-    """
-    arrays, before = open_reference(content)
-    first = 1 + len(before)
-    names = [str(name) for name in np.atleast_1d(arrays.get(f"arr_{first}", ()))]
-    with explain_damage():
-        return {name: torch.from_numpy(arrays[f"arr_{place}"]) for place, name in enumerate(names, first + 1)}
-
-
-def open_reference(content: bytes) -> tuple[dict[str, NDArray[Any]], list[str]]:
-    """Return all arrays of a reference, and the names of the columns of samples.
-
-    Raises UserError unless the file can be read, and the columns of samples exist and have the same length.
-    """
-    with explain_damage():
-        arrays = read_arrays(content, REFERENCE_BYTES)
-        names = [str(name) for name in arrays["arr_0"].tolist()]
-        lengths = {len(arrays[f"arr_{place}"]) for place in range(1, len(names) + 1)}
-        if len(lengths) > 1:
-            raise ValueError(f"columns have {lengths} samples")
-    return arrays, names
+    @classmethod
+    def read(cls, content: bytes) -> Self:
+        """Return the reference in a file's content. Raises UserError if the file is damaged."""
+        columns, measured = SampleColumns(), SampleColumns()
+        try:
+            arrays = iter(read_arrays(content, REFERENCE_BYTES).values())
+            for group, names in zip((columns, measured), arrays, strict=False):
+                group.update({str(name): next(arrays) for name in names.tolist()})
+            lengths = {len(array) for array in columns.values()}
+            found = cls(columns, {name: torch.from_numpy(array) for name, array in measured.items()})
+        except (ValueError, TypeError, LookupError, StopIteration) as error:
+            raise damaged_error(repr(error)) from error
+        if len(lengths) != 1:
+            raise damaged_error(f"the columns have {lengths or 'no'} samples")
+        return found
 
 
-@contextmanager
-def explain_damage() -> Iterator[None]:
-    """Turn an error of a damaged reference in the block into a UserError."""
-    try:
-        yield
-    except (ValueError, TypeError, LookupError) as error:
-        raise UserError(f"the model's reference of held-out samples is damaged ({error}); release it again") from error
+def damaged_error(problem: str) -> UserError:
+    return UserError(f"the model's reference of held-out samples is damaged ({problem}); release it again")

@@ -21,7 +21,7 @@ from flyte_ddp.objectives import Classification, Multilabel, Objective
 from flyte_ddp.objectives.objective import list_floats, overrides
 from flyte_ddp.objectives.threshold import predict_classes
 from flyte_ddp.predict.prediction_batches import Batch, SavedModel, read_test_split
-from flyte_ddp.predict.sample_columns import SampleColumns, describe_batch, join_columns
+from flyte_ddp.predict.sample_columns import SampleColumns, batch_columns, join_columns
 from flyte_ddp.release.scores import is_higher_better, score_samples
 from flyte_ddp.samples.leaves import Leaves, map_leaves
 from flyte_ddp.text.formatting import name_measure
@@ -152,7 +152,7 @@ def evaluate_split(model: SavedModel, data: PreparedSet, *, describe: bool = Fal
             yield outputs, targets, sum(batch.decoded)
             if describe and not failures:
                 try:
-                    described.append(describe_batch(model, batch.inputs, outputs, batch.rows))
+                    described.append(batch_columns(model, batch.inputs, outputs, batch.rows))
                     require_same_columns(described, sum(batch.decoded))
                 except Exception as error:  # of user-defined answers: the verdict must not depend on them
                     failures.append(error)

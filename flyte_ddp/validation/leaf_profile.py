@@ -19,7 +19,7 @@ from flyte_ddp.catalog import IGNORED, IGNORED_TOKEN
 from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.on_demand_set import OnDemandSet
 from flyte_ddp.datasets.prepared import PreparedSet
-from flyte_ddp.datasets.rows import describe_columns
+from flyte_ddp.datasets.rows import normalize_columns
 from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.items import Items
@@ -175,9 +175,9 @@ def describe_read_rows(data: SampleArrays, side: str) -> dict[str, NDArray[Any]]
     rows = data.load_rows(side)
     if rows is None:
         return {}
-    training = describe_columns(data.load_rows("train"))
+    training = normalize_columns(data.load_rows("train"))
     free = {name for name, values in training.items() if values.dtype.kind == "U" and is_free_text(values)}
-    return {name: values for name, values in describe_columns(rows).items() if name not in free}
+    return {name: values for name, values in normalize_columns(rows).items() if name not in free}
 
 
 def is_free_text(values: NDArray[Any]) -> bool:

@@ -27,7 +27,7 @@ CONTAINERS: dict[str, Any] = {
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_each_container_has_the_same_columns_and_digests(name: str) -> None:
     table = CONTAINERS[name]
-    found = rows.describe_columns(table)
+    found = rows.normalize_columns(table)
     assert [*found] == [*TABLE]
     np.testing.assert_array_equal(found["age"], [31, np.nan, 44, 31])
     assert found["city"].tolist() == ["Bern", "Oslo", "", "Bern"]
@@ -41,7 +41,7 @@ def test_each_container_has_the_same_columns_and_digests(name: str) -> None:
     np.testing.assert_array_equal(rows.digest_rows(chosen), digests[[2, 0]])
     ordered = rows.order_columns(table, ["city", "age"], "here")
     assert [*rows.list_columns(ordered)] == ["city", "age"]
-    assert rows.describe_columns(ordered)["city"].tolist() == found["city"].tolist()
+    assert rows.normalize_columns(ordered)["city"].tolist() == found["city"].tolist()
     np.testing.assert_array_equal(rows.digest_rows(rows.order_columns(table, ["day", "city", "age"], "")), digests)
     with pytest.raises(UserError, match=r"here: the column town is missing; the rows have age, city, day"):
         rows.order_columns(table, ["age", "town"], "here")
@@ -55,23 +55,23 @@ def test_a_frame_gets_a_new_index() -> None:
 
 def test_arrays_and_texts_have_columns() -> None:
     numbers = np.array([[1, 2], [3, 4], [1, 2]])
-    assert [*rows.describe_columns(numbers)] == ["0", "1"]
+    assert [*rows.normalize_columns(numbers)] == ["0", "1"]
     floats = rows.digest_rows(numbers.astype(np.float32))
     np.testing.assert_array_equal(rows.digest_rows(numbers), floats)
     assert floats[0] == floats[2] != floats[1]
     texts = ["a b", "c", "a b"]
-    assert rows.describe_columns(texts)[rows.SINGLE].tolist() == texts
+    assert rows.normalize_columns(texts)[rows.SINGLE].tolist() == texts
     assert len({*rows.digest_rows(texts).tolist()}) == 2
     assert rows.order_columns(texts, [rows.SINGLE], "") is texts
     series = {"x": [np.arange(3), np.arange(5), np.arange(3)], "n": [1, 1, 1]}
-    assert [*rows.describe_columns(series)] == ["n"], "arrays of different lengths are no column of numbers"
+    assert [*rows.normalize_columns(series)] == ["n"], "arrays of different lengths are no column of numbers"
     assert len({*rows.digest_rows(series).tolist()}) == 2
 
 
 def test_values_of_one_meaning_are_one() -> None:
     """A whole number where a value is missing, truth values, -0, and another NaN."""
     frame = pd.DataFrame({"x": pd.array([1, None], dtype="Int64")})
-    np.testing.assert_array_equal(rows.describe_columns(frame)["x"], [1, np.nan])
+    np.testing.assert_array_equal(rows.normalize_columns(frame)["x"], [1, np.nan])
     pairs = [([1, np.nan], [1.0, None]), ([True, False], [1, 0]), ([0.0], [-0.0]), ([np.nan], [-np.nan])]
     for one, other in pairs:
         digests = [rows.digest_rows({"x": values}).tolist() for values in (one, other)]

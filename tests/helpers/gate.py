@@ -7,7 +7,7 @@ from typing import Any
 
 from training_runs import QUIET
 
-from flyte_ddp.predict.sample_columns import write_reference
+from flyte_ddp.predict.sample_columns import Reference
 from flyte_ddp.release.judge import Judgement, judge_challenger
 from flyte_ddp.release.page import write_page
 from flyte_ddp.release.policy import Policy
@@ -44,7 +44,7 @@ class Gate:
             found.identify_samples().write(beside[SAMPLES])
         if found.whole is not None and found.whole.described:
             beside[REFERENCE] = self.folder / REFERENCE
-            write_reference(beside[REFERENCE], found.whole.described, found.whole.columns)
+            Reference(found.whole.described, found.whole.columns).write(beside[REFERENCE])
         version = store_version(self.registry, *found.model.files, found.verdict, beside)
         apply_verdict(self.registry, version, found.verdict, by="p/d/e")
         return found

@@ -10,7 +10,8 @@ from sklearn.metrics import average_precision_score
 from torch import Tensor
 
 from flyte_ddp.monitor import score
-from flyte_ddp.monitor.score import ALPHA, DRAWS, HeldOut, compare_score, measure_truth, p_value_of_draws
+from flyte_ddp.monitor.score import ALPHA, DRAWS, HeldOut, find_p_value, measure_score, measure_truth, p_value_of_draws
+from flyte_ddp.monitor.window import Score
 from flyte_ddp.objectives import Facts, Objective, make_objective
 from flyte_ddp.training.evaluate import compute_columns
 
@@ -29,12 +30,9 @@ def draw_rare(random: np.random.Generator, samples: int, separation: float = SEP
     return compute_columns(make_rare(), outputs, torch.from_numpy(truth).long(), samples)
 
 
-def judge(objective: Objective, window: dict[str, Tensor], held_out: dict[str, Tensor], seed: int = 0) -> Any:
-    ours, theirs = (measure_truth(objective, columns).get("score") for columns in (window, held_out))
-    if ours is None or theirs is None:
-        return None
-    known = HeldOut(theirs, len(held_out["loss"]), held_out)
-    return compare_score(objective, window, ours, known, seed)
+def judge(objective: Objective, window: dict[str, Tensor], held_out: dict[str, Tensor], seed: int = 0) -> Score:
+    known = HeldOut(measure_truth(objective, held_out).score or 0.0, len(held_out["loss"]), held_out)
+    return measure_score(objective, [window], known, seed)
 
 
 @pytest.fixture
@@ -57,8 +55,8 @@ def test_the_p_value_of_an_accuracy_is_fishers(right: int) -> None:
     p = p_value_of_draws(objective, window, held_out, 0)
     expected = fisher_exact([[right, 60 - right], [130, 20]], alternative="less").pvalue
     assert p == pytest.approx(expected, abs=0.08)
-    of_counts = compare_score(objective, window, right / 60, HeldOut(130 / 150, 150, {}), 0)
-    assert of_counts["worse_p"] == pytest.approx(expected)
+    of_counts = find_p_value(objective, window, right / 60, HeldOut(130 / 150, 150, {}), 0)
+    assert of_counts == pytest.approx(expected)
 
 
 @pytest.mark.slow
@@ -110,10 +108,10 @@ def test_average_precision_that_falls_is_found() -> None:
     held_out = draw_rare(random, 5000)
     same, lost = draw_rare(random, 2000), draw_rare(random, 2000, 0.0)
     assert average_precision_score(lost["truth"], lost["probability"]) == pytest.approx(0.034, abs=0.02)
-    assert not judge(objective, same, held_out)["worse"]
+    assert not judge(objective, same, held_out).worse
     found = judge(objective, lost, held_out)
-    assert found["worse"]
-    assert 0 < found["worse_p"] <= ALPHA
+    assert found.worse
+    assert 0 < found.worse_p <= ALPHA
     assert judge(objective, lost, held_out) == found, "the same window has the same verdict"
 
 
@@ -128,24 +126,25 @@ def test_an_error_that_grows_is_worse_whatever_measures_it(measure: str) -> None
         return compute_columns(objective, predicted[:, None], truth, 400)
 
     held_out = draw(0.5)
-    assert judge(objective, draw(0.8), held_out)["worse"]
-    assert not judge(objective, draw(0.3), held_out)["worse"], "better is not worse"
+    assert judge(objective, draw(0.8), held_out).worse
+    assert not judge(objective, draw(0.3), held_out).worse, "better is not worse"
     before = {name: each for name, each in held_out.items() if name != "loss"}
-    found = compare_score(objective, draw(0.8), 0.8, HeldOut(0.5, 400, before), 0)
+    found = measure_score(objective, [draw(0.8)], HeldOut(0.5, 400, before), 0)
+    assert found.score is not None
     if measure == "rmse":
-        assert found["worse"], "of a champion whose columns were not stored"
-        assert not compare_score(objective, draw(0.5), 0.5, HeldOut(0.5, 400, {}), 0)["worse"]
+        assert found.worse, "of a champion whose columns were not stored"
+        assert not measure_score(objective, [draw(0.5)], HeldOut(0.5, 400, {}), 0).worse
     else:
-        assert found == {}, "which is no mean of scores"
+        assert found.worse_p is None, "which is no mean of scores"
 
 
 def test_a_score_that_is_not_defined_has_no_test() -> None:
     random, objective = np.random.default_rng(0), make_rare()
     window, held_out = draw_rare(random, 100), draw_rare(random, 1000)
     none = {name: column[window["truth"] == 0] for name, column in window.items()}
-    assert measure_truth(objective, none) == {"truths": len(none["loss"])}
+    assert measure_truth(objective, none) == Score(truths=len(none["loss"]))
     without = {name: column[held_out["truth"] == 0] for name, column in held_out.items()}
-    assert compare_score(objective, held_out, 0.1, HeldOut(0.1, 1000, without), 0) == {}
+    assert find_p_value(objective, held_out, 0.1, HeldOut(0.1, 1000, without), 0) is None
     # Each side has one positive sample, so that most draws leave the window without any.
     order = held_out["truth"].argsort(descending=True)
     rows = order[[0, *range(100, 159)]], order[[1, *range(200, 900)]]
@@ -162,7 +161,7 @@ def test_how_often_it_errs_and_how_often_it_finds() -> None:
     def count(separation: float) -> float:
         random, objective = np.random.default_rng(1), make_rare()
         pairs = [(draw_rare(random, 1000, separation), draw_rare(random, 5000)) for _ in range(60)]
-        return float(np.mean([judge(objective, *pair)["worse"] for pair in pairs]))
+        return float(np.mean([judge(objective, *pair).worse for pair in pairs]))
 
     assert count(SEPARATION) <= 0.01 + 3 * (0.01 * 0.99 / 60) ** 0.5
     assert count(0.0) >= 0.8

@@ -29,7 +29,7 @@ from flyte_ddp.monitor.records import read_windows, record_window
 from flyte_ddp.monitor.score import measure_truth
 from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.monitor.watch import WatchedModel, predict_window
-from flyte_ddp.monitor.window import Window
+from flyte_ddp.monitor.window import Score, Window
 from flyte_ddp.objectives import Facts, make_objective
 from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.release.promotion import find_champion, promote_version, store_version
@@ -375,14 +375,14 @@ def test_an_interval_is_of_the_measure_or_there_is_none() -> None:
         columns = compute_columns(objective, outputs, targets, 100)
         found = measure_truth(objective, columns)
         expected = (outputs - targets).square().mean(0).sqrt().mean().item()
-        assert (found["truths"], found["score"]) == (100, pytest.approx(expected))
-        assert ("low" in found) == intervals
+        assert (found.truths, found.score) == (100, pytest.approx(expected))
+        assert (found.low is not None) == intervals
         if intervals:
-            assert found["low"] < found["score"] < found["high"]
+            assert found.low < found.score < found.high
         same = measure_truth(objective, compute_columns(objective, targets + 1, targets, 100))
-        assert same == {"truths": 100, "score": pytest.approx(1)}
+        assert same == Score(truths=100, score=pytest.approx(1))
         outputs[3] = torch.inf
-        assert measure_truth(objective, compute_columns(objective, outputs, targets, 100)) == {"truths": 100}
+        assert measure_truth(objective, compute_columns(objective, outputs, targets, 100)) == Score(truths=100)
 
 
 def test_an_interval_of_a_share_ends_at_one() -> None:
@@ -391,4 +391,4 @@ def test_an_interval_of_a_share_ends_at_one() -> None:
     outputs = (truth - 0.5) * 9
     outputs[0, 0] = -1
     found = measure_truth(objective, compute_columns(objective, outputs, truth, 100))
-    assert 0.9 < found["low"] < found["score"] < found["high"] == 1
+    assert 0.9 < found.low < found.score < found.high == 1

@@ -15,12 +15,10 @@ from flyte_ddp.loading.collate import batch_samples
 from flyte_ddp.models.inputs import InputSpec, LeafSpec, LeavesSpec, prepare_inputs
 from flyte_ddp.objectives import Facts, make_objective
 from flyte_ddp.predict.sample_columns import (
+    Reference,
     SampleColumns,
-    describe_batch,
+    batch_columns,
     join_columns,
-    read_measured,
-    read_reference,
-    write_reference,
 )
 
 RANDOM = np.random.default_rng(0)
@@ -30,7 +28,7 @@ def describe(spec: Any, inputs: Any, outputs: Any = None, objective: Any = None,
     """Describe a batch of a model that has nothing but its input and objective."""
     outputs = torch.zeros(5, 2) if outputs is None else outputs
     objective = objective or make_objective("regression", Facts(target_shape=(2,)), {})
-    return describe_batch(
+    return batch_columns(
         SimpleNamespace(spec=spec, objective=objective, sidecar=make_sidecar(**sidecar)), inputs, outputs
     )
 
@@ -177,21 +175,21 @@ def test_a_reference_has_up_to_5000_samples_and_any_names(tmp_path: Path, sample
     columns = {"file": np.arange(samples), "prediction": np.array(["é", "long name"] * samples)[:samples]}
     measured = {"loss": torch.arange(float(samples)).double(), "file": torch.arange(samples * 99.0).reshape(-1, 99)}
     for name in ("one", "two"):
-        write_reference(tmp_path / name, columns, measured)
+        Reference(columns, measured).write(tmp_path / name)
     content = (tmp_path / "one").read_bytes()
     assert content == (tmp_path / "two").read_bytes()
-    found = read_reference(content)
+    reference = Reference.read(content)
+    found, kept = reference.columns, reference.measured
     assert [*found] == [*columns]
     drawn = found["file"]
     assert len(drawn) == min(samples, 5000) == len({*drawn.tolist()})
     assert found["prediction"].tolist() == columns["prediction"][drawn].tolist()
-    kept = read_measured(content)
     chosen = kept["loss"].long()
     assert len(chosen) == min(samples, 2500) == len({*chosen.tolist()}), "250,000 numbers, 100 of each"
     assert kept["file"].equal(measured["file"][chosen])
     np.savez_compressed(tmp_path / "before.npz", np.array([*found]), *found.values())
-    assert read_measured((tmp_path / "before.npz").read_bytes()) == {}
-    assert [*read_reference((tmp_path / "before.npz").read_bytes())] == [*columns]
+    before = Reference.read((tmp_path / "before.npz").read_bytes())
+    assert ([*before.columns], before.measured) == ([*columns], {})
 
 
 def test_an_output_with_the_name_of_an_input_is_refused() -> None:
