@@ -58,7 +58,7 @@ class PartProfile:
 
     compared: Compared
     targets: Counter[str]  # number of samples by target, as in SplitProfile.labels
-    statistics: dict[str, Counter[str]]  # samples by their value of each statistic
+    statistics: dict[str, NDArray[Any]]  # by name, the value of each sample: a number or a text
     labelled: dict[str, int]  # by class number or token outside the classes: a sample's number
     not_finite: dict[int, str] = field(default_factory=dict)  # by the sample's number: the leaf with NaN or infinity
     undecodable: dict[int, str] = field(default_factory=dict)  # by the sample's number: why; not among ``compared``
@@ -154,7 +154,7 @@ def measure_arrays(data: PreparedSet, side: str, profile: DataProfile) -> Iterat
     assert isinstance(data, SampleArrays)
     inputs, targets = (name_leaves(getattr(data, f"{side}_{kind}")) for kind in ("inputs", "targets"))
     samples: int = getattr(data, f"{side}_samples")
-    read, names = describe_read_rows(data, side), data.preprocessing.get("columns", {})
+    read, names = read_row_columns(data, side), data.preprocessing.get("columns", {})
     size = sum(leaf.nbytes for leaf in (*inputs.values(), *targets.values()))
     step = min(ROWS, max(1, ROW_BYTES * samples // max(1, size)))
     for start in range(0, samples, step):
@@ -163,11 +163,11 @@ def measure_arrays(data: PreparedSet, side: str, profile: DataProfile) -> Iterat
         found = measure_leaves(
             numbers, rows, truths, profile.targets, len(profile.classes), columns=names, with_numbers=not read
         )
-        found.statistics |= {f"column {name}": count_values(values[part]) for name, values in read.items()}
+        found.statistics |= {f"column {name}": values[part] for name, values in read.items()}
         yield found
 
 
-def describe_read_rows(data: SampleArrays, side: str) -> dict[str, NDArray[Any]]:
+def read_row_columns(data: SampleArrays, side: str) -> dict[str, NDArray[Any]]:
     """Return the columns of a side's rows as they were read, or {} if the rows were not kept.
 
     Texts that differ in most of the training rows are skipped.
@@ -176,16 +176,13 @@ def describe_read_rows(data: SampleArrays, side: str) -> dict[str, NDArray[Any]]
     if rows is None:
         return {}
     training = normalize_columns(data.load_rows("train"))
-    free = {name for name, values in training.items() if values.dtype.kind == "U" and is_free_text(values)}
+    most = max(MOST_CATEGORIES, len(next(iter(training.values()), ())) // 2)
+    free = {name for name, values in training.items() if values.dtype.kind == "U" and len(np.unique(values)) > most}
     return {name: values for name, values in normalize_columns(rows).items() if name not in free}
 
 
-def is_free_text(values: NDArray[Any]) -> bool:
-    return len(np.unique(values)) > max(MOST_CATEGORIES, len(values) // 2)
-
-
 def count_values(values: NDArray[Any]) -> Counter[str]:
-    return count_ranges(values) if values.dtype.kind == "f" else Counter(values.tolist())
+    return Counter(values.tolist()) if values.dtype.kind == "U" else count_ranges(values)
 
 
 def add_split(
@@ -203,7 +200,8 @@ def add_split(
         compared.append(Compared._make(map(np.copy, part.compared)))
         counts.samples += len(part.compared.numbers) + len(part.undecodable)
         counts.undecodable += len(part.undecodable)
-        for statistic, counted in {"": part.targets, **part.statistics}.items():
+        statistics = {statistic: count_values(values) for statistic, values in part.statistics.items()}
+        for statistic, counted in {"": part.targets, **statistics}.items():
             total = counts.statistics.setdefault(statistic, {}) if statistic else counts.labels
             for value, number in counted.items():
                 total[value] = total.get(value, 0) + number
@@ -274,12 +272,12 @@ def measure_leaves(
         columns: The names of the inputs' columns by leaf.
         with_numbers: Whether the numbers of the inputs are counted.
     """
-    by_leaf, not_finite = dict[str, Counter[str]](), dict[int, str]()
+    by_leaf, not_finite = dict[str, NDArray[Any]](), dict[int, str]()
     for side, named in (("inputs", inputs), ("targets", targets)):
         for name, values in named.items():
             called, whether = f"{side} {name}".rstrip(), with_numbers if side == "inputs" else kind == OTHERS
             named_columns = (columns or {}).get(name, ()) if side == "inputs" else ()
-            by_leaf |= count_leaf(called, values, named_columns, with_numbers=whether)
+            by_leaf |= leaf_statistics(called, values, named_columns, with_numbers=whether)
             if not has_numbers(values):
                 continue
             for place in np.flatnonzero(reduce_samples(values, UNUSABLE[side])).tolist():
@@ -313,33 +311,31 @@ def mean_or_zero(rows: NDArray[Any]) -> NDArray[np.float64]:
         return np.asarray(rows.sum(1, np.float64) / max(1, rows.shape[1]))
 
 
-def count_leaf(
+def leaf_statistics(
     name: str, values: Values, columns: Sequence[str] = (), *, with_numbers: bool
-) -> dict[str, Counter[str]]:
-    """Return the number of samples by the values of each statistic of a leaf, such as "types of inputs".
+) -> dict[str, NDArray[Any]]:
+    """Return each sample's value of each statistic of a leaf, such as "types of inputs".
 
     Args:
         name: The leaf's name in the names of the statistics.
         values: The leaf of n samples.
         columns: The names of the leaf's columns. If empty, columns are numbered.
-        with_numbers: Whether to count ranges of numbers: of up to COLUMNS (64) columns, or else of the means of
+        with_numbers: Whether numbers are statistics, too: those of up to COLUMNS (64) columns, or else the means of
             samples.
     """
     if isinstance(values, np.ndarray):
-        counts = {f"types of {name}": Counter({describe_array(values.dtype, values.shape[1:]): len(values)})}
+        found = {f"types of {name}": np.full(len(values), describe_array(values.dtype, values.shape[1:]))}
     else:
-        types = (describe_array(each.dtype, ("?", *each.shape[1:])[: each.ndim]) for each in values)
-        counts = {f"types of {name}": Counter(types)}
+        types = [describe_array(each.dtype, ("?", *each.shape[1:])[: each.ndim]) for each in values]
+        found = {f"types of {name}": np.array(types)}
         if values[0].ndim:
-            counts[f"lengths of {name}"] = count_ranges(np.array([len(each) for each in values]))
+            found[f"lengths of {name}"] = np.array([len(each) for each in values])
     if not with_numbers or not has_numbers(values):
-        return counts
+        return found
     if isinstance(values, np.ndarray) and values.ndim == 2 and 1 < values.shape[1] <= COLUMNS:
         called = columns or range(values.shape[1])
-        return counts | {
-            f"column {place} of {name}": count_ranges(each) for place, each in zip(called, values.T, strict=True)
-        }
-    return counts | {f"means of {name}": count_ranges(reduce_samples(values, mean_or_zero))}
+        return found | {f"column {place} of {name}": each for place, each in zip(called, values.T, strict=True)}
+    return found | {f"means of {name}": reduce_samples(values, mean_or_zero)}
 
 
 def describe_array(dtype: np.dtype[Any], shape: Sequence[Any]) -> str:

@@ -1,7 +1,6 @@
 """Computes the profile of all samples of a data set, checks the profile, and compares it with the champion's."""
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
@@ -121,7 +120,7 @@ def measure_encoded_images(source: ImageReader, numbers: Indices, classes: int, 
         yield PartProfile(
             compared,
             count_targets(compared.labels, CLASSES),
-            dict(zip(STATISTICS, map(Counter, counted), strict=False)),
+            dict(zip(STATISTICS, map(np.array, counted), strict=False)),
             find_unnamed(compared.numbers.tolist(), compared.labels, classes) if images else {},
             undecodable={number: reason for number, *_, reason in part if reason},
         )

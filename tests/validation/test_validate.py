@@ -1,13 +1,16 @@
 """What is refused, and what is warned of."""
 
 import math
+from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from scipy.stats import chi2, fisher_exact
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
+from flyte_ddp.validation.leaf_profile import count_ranges
 from flyte_ddp.validation.profile import LABELS, DataProfile, SplitProfile
 from flyte_ddp.validation.profiling import check_profile, find_differences
 
@@ -86,6 +89,21 @@ def test_a_difference_is_named_with_its_size() -> None:
     assert not [*find_differences(few, GOOD)], "which chance explains"
     small = replace(GOOD, training=split(labels={"0": 58_000, "1": 50_000}))
     assert not [*find_differences(small, GOOD)], "which is too small to matter, though no chance"
+
+
+def test_a_change_to_both_sides_and_missing_rare_classes_are_found() -> None:
+    """Distribution functions would show half of the first change, and pooled rare classes none of the second."""
+    random = np.random.default_rng(0)
+    before, now = random.normal(size=(2, 3000))
+    now[:240] *= 1000
+    numbers = [replace(GOOD, training=split({"column size": dict(count_ranges(each))})) for each in (before, now)]
+    [(share, warning)] = find_differences(numbers[1], numbers[0])
+    assert share == pytest.approx(0.08, abs=0.02)
+    assert warning.startswith("training split: column size differs from the champion's in ")
+    many = [Counter(map(str, random.integers(low, 1000, size).tolist())) for low, size in ((0, 10_000), (300, 1000))]
+    classes = [replace(GOOD, training=split(labels=dict(each))) for each in many]
+    [(share, _)] = find_differences(classes[1], classes[0])
+    assert share >= 0.3
 
 
 def test_labels_of_which_a_sample_may_have_several_are_compared_by_shares_of_samples() -> None:
