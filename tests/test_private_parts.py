@@ -156,6 +156,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.cold
 def test_spawned_processes_do_not_run_the_main_script_again(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(MAIN)

@@ -195,7 +195,7 @@ def become(request: dict[str, Any], path: list[str]) -> NoReturn:
     option = request["arguments"][0]
     set_name("python" if option == "-c" else Path(option).name)
     added = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    sys.path[:] = ["" if option == "-c" else str(Path(option).parent), *added, *path]
+    sys.path[:] = ["" if option == "-c" else str(Path(option).absolute().parent), *added, *path]
     if os.environ.get("PYTHONUNBUFFERED"):
         sys.stdout.reconfigure(write_through=True)
     if added:
@@ -257,7 +257,7 @@ class Zygote:
 
 
 class Popen(subprocess.Popen[Any]):
-    """Popen that starts flytekit's commands by a zygote."""
+    """Popen that starts flytekit's commands and Python scripts by a zygote."""
 
     zygote: Zygote
 
@@ -265,16 +265,24 @@ class Popen(subprocess.Popen[Any]):
         _, pass_fds, cwd, env, _, _, shell, *rest = others
         pipes, session, process_group = rest[:6], rest[-2], rest[-1]
         words = [os.fspath(word) for word in args] if isinstance(args, list) else []
-        script = shutil.which(words[0], path=(env or os.environ).get("PATH")) if words and not shell else None
-        usual = preexec_fn is None and not pass_fds and process_group == -1
-        if script is None or not usual or Path(script).parent != SCRIPTS or not Path(script).name.startswith("pyflyte"):
+        program = find_program(words, (env or os.environ).get("PATH")) if words and not shell else None
+        if program is None or preexec_fn is not None or pass_fds or process_group != -1:
             super()._execute_child(args, executable, preexec_fn, *others)
             return
         sys.stdout.flush()
         files = {number: number if pipe == -1 else pipe for number, pipe in enumerate((pipes[0], pipes[3], pipes[5]))}
-        self.pid = self.zygote.start([script, *words[1:]], files, cwd and os.fspath(cwd), env, session=session)
+        self.pid = self.zygote.start(program, files, cwd and os.fspath(cwd), env, session=session)
         self._child_created = True
         self._close_pipe_fds(*pipes)
+
+
+def find_program(words: list[str], path: str | None) -> list[str] | None:
+    """Return script and arguments of a command that runs ``pyflyte...`` or ``python SCRIPT``, else None."""
+    if words[0] == sys.executable:
+        return words[1:] if len(words) > 1 and words[1].endswith(".py") else None
+    script = shutil.which(words[0], path=path)
+    known = script is not None and Path(script).parent == SCRIPTS and Path(script).name.startswith("pyflyte")
+    return [script, *words[1:]] if script is not None and known else None
 
 
 def spawnv_passfds(path: Any, arguments: Any, numbers: Any) -> int:

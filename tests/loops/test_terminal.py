@@ -17,7 +17,7 @@ PROGRAM = [sys.executable, str(HELPERS / "terminal_loop.py")]
 
 def start(folder: Path, *command: str) -> "subprocess.Popen[str]":
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, cwd=folder, text=True, start_new_session=True, **pipes)  # type: ignore[call-overload]
+    return subprocess.Popen([*command], cwd=folder, text=True, start_new_session=True, **pipes)  # type: ignore[call-overload]
 
 
 @pytest.mark.slow
@@ -50,7 +50,9 @@ def test_nohup_is_heeded(launcher: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    "closed", ["<&- >&- 2>&-", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in (">&-", "2>&-"))]
+)
 def test_a_program_without_standard_streams_ends_well(closed: str, tmp_path: Path) -> None:
     (tmp_path / "end").touch()
     command = f"{sys.executable} {PROGRAM[1]} spawn {closed}"
