@@ -13,9 +13,10 @@ from mounts import ALONE, need_mounts
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import explain_write_errors
 
-# In a namespace of its own: runs whose folder becomes read-only, each at another moment; prints how each ends.
+# In a namespace of its own: runs whose folder becomes read-only, each at another moment and in a fork with the imports;
+# writes how each ends.
 RUN = """
-import subprocess, sys
+import os, subprocess, sys
 from pathlib import Path
 import agents
 from flyte_ddp import current_rank, run_ranks
@@ -26,7 +27,17 @@ from flyte_ddp.run import run_training
 from flyte_ddp.training.checkpointing import Checkpointer
 from training_runs import QUIET
 
-moment, data, runs = sys.argv[1], *map(Path, sys.argv[2:])
+data, tests, *moments = sys.argv[1:]
+for moment in moments:
+    if not os.fork():
+        break
+    os.wait()
+else:
+    sys.exit()
+runs = Path(tests) / moment
+runs.mkdir()
+for number, name in ((1, "output"), (2, "errors")):
+    os.dup2(os.open(f"{runs}.{name}", os.O_WRONLY | os.O_CREAT), number)
 folder = runs / "run"
 
 def make_read_only(path=folder):
@@ -71,7 +82,7 @@ try:
     if moment == "in a function":
         run_ranks(own_function, num_ranks=1, folder=folder)
     else:
-        run_training(Hyperparameters(epochs=1, max_steps=2, num_ranks=1), data, folder, QUIET, launch=launch)
+        run_training(Hyperparameters(epochs=1, max_steps=2, num_ranks=1), Path(data), folder, QUIET, launch=launch)
 except Exception as error:
     print(type(error).__name__, error)
 """
@@ -90,16 +101,18 @@ MOMENTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_what_a_read_only_folder_says(digits: Path, tmp_path: Path, moment: str) -> None:
+def test_what_a_read_only_folder_says(digits: Path, tmp_path: Path) -> None:
     need_mounts(tmp_path)
-    command = [*ALONE, "env", f"PYTHONPATH={HELPERS}", sys.executable, "-c", RUN, moment, str(digits), str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=True)
-    [said] = ended.stdout.splitlines()
-    assert said.startswith(f"UserError {MOMENTS[moment]}".replace("RUNS", str(tmp_path)))
-    saved = "checkpoint could not be written: cannot write"
-    assert ended.stderr.count(saved) == (moment in ("at a checkpoint", "in a function"))
-    assert "Traceback" not in ended.stderr
+    command = [*ALONE, "env", f"PYTHONPATH={HELPERS}", sys.executable, "-c", RUN, str(digits), str(tmp_path), *MOMENTS]
+    subprocess.run(command, check=True)
+    for moment, words in MOMENTS.items():
+        runs = tmp_path / moment
+        errors = Path(f"{runs}.errors").read_text()
+        [said] = Path(f"{runs}.output").read_text().splitlines() or [errors]
+        assert said.startswith(f"UserError {words}".replace("RUNS", str(runs))), moment
+        saved = "checkpoint could not be written: cannot write"
+        assert errors.count(saved) == (moment in ("at a checkpoint", "in a function")), moment
+        assert "Traceback" not in errors
 
 
 @pytest.mark.parametrize(
