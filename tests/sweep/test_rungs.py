@@ -15,6 +15,7 @@ from flyte_ddp.run import read_result, run_part
 from flyte_ddp.runs.checkpoint import verify_checkpoints
 from flyte_ddp.runs.run_folder import OUTPUTS, RUNG, UNFINISHED
 from flyte_ddp.text.json_lines import read_records
+from flyte_ddp.training import train as training
 
 # 1,350 samples: 14 steps an epoch. The model has BatchNorm and dropout.
 BASE = Hyperparameters(model="faults:model", epochs=2, batch_size=100, num_ranks=2, precision="fp32", log_interval=4)
@@ -36,27 +37,46 @@ def rung_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / UNFINISHED / RUNG).read_text())
 
 
+def fail_after(steps: int, patch: pytest.MonkeyPatch) -> None:
+    """Let a single rank run out of memory after so many steps of this part."""
+    compute, left = training.compute_gradients, iter(range(steps))
+
+    def fail(*arguments: Any) -> Any:
+        if next(left, None) is None:
+            raise MemoryError
+        return compute(*arguments)
+
+    patch.setattr(training, "compute_gradients", fail)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "steps"),
     [
         ({"keep": "ema", "ema_decay": 0.9}, (4, 10)),
-        ({"epochs": 3, "keep": "best"}, (5, 14)),  # the second rung ends with the first epoch
-        ({"epochs": 3, "eval_interval": 2, "accumulation_steps": 2, "select_by": "accuracy"}, (5, 14)),
+        # The second rung ends with the first epoch.
+        ({"epochs": 3, "keep": "best", "num_ranks": 1}, (5, 14)),
+        ({"epochs": 3, "eval_interval": 2, "accumulation_steps": 2, "select_by": "accuracy", "num_ranks": 1}, (5, 14)),
     ],
 )
 def test_a_trial_killed_in_each_rung_ends_as_a_direct_run(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], steps: tuple[int, int]
 ) -> None:
+    """Ranks are killed, and a single rank fails at the same places."""
     hp, folder = replace(BASE, **changes), tmp_path / "run"
     direct = train_in(tmp_path / "direct", hp, digits)
 
     def train_killed(steps_divisor: int, **fault: Any) -> None:
         with monkeypatch.context() as patch:
-            faults.inject(patch, tmp_path / f"marker-{steps_divisor}", kind="SIGKILL", **fault)
-            with pytest.raises(RankError, match="was killed by SIGKILL"):
+            if hp.num_ranks > 1:
+                faults.inject(patch, tmp_path / f"marker-{steps_divisor}", kind="SIGKILL", **fault)
+            elif fault["at"] == "evaluation":
+                patch.delattr(training, "gather_columns")
+            else:
+                fail_after(fault["pass"], patch)
+            with pytest.raises(RankError, match=r"killed by SIGKILL|NameError|MemoryError"):
                 run_part(hp, digits, folder, steps_divisor, QUIET, threads=1)
-            run_part(hp, digits, folder, steps_divisor, QUIET, threads=1)
+        run_part(hp, digits, folder, steps_divisor, QUIET, threads=1)
 
     for steps_divisor, step, fault in (
         (9, steps[0], {"rank": 1, "at": "training", "pass": 2}),
