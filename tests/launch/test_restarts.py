@@ -1,5 +1,6 @@
 """Ranks that are lost start again in place, from the last step that a rank which lives has done."""
 
+import itertools
 import os
 import signal
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 
 import dying
 import pytest
-from engines import AGENTS, ELASTIC, SPAWN, Launch, on
+from engines import AGENTS, DASK, ELASTIC, RAY, SPAWN, Launch
 from faulty_runs import INTRODUCED as HP
 from faulty_runs import equal
 from kept_checkpoints import IDENTITY
@@ -53,8 +54,18 @@ def nothing_was_done_twice(found: Result, expected: Result, *steps: int) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-@on(SPAWN, AGENTS, ELASTIC)
+@pytest.mark.parametrize(
+    ("launch", "rank"),
+    [
+        *((launcher, 0) for launcher in (SPAWN, AGENTS, ELASTIC)),
+        (SPAWN, 1),
+        *(
+            pytest.param(launcher, rank, marks=pytest.mark.exhaustive)
+            for launcher, rank in ((AGENTS, 1), (ELASTIC, 1), *itertools.product((DASK, RAY), (0, 1)))
+        ),
+    ],
+    indirect=["launch"],
+)
 def test_a_killed_rank_costs_no_step(
     launch: Launch, rank: int, expected: Result, trial: Trial, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,6 +19,7 @@ from flyte_ddp.machine import process
 REPEATED = [
     pytest.param(use, num_ranks, marks=pytest.mark.exhaustive)
     for use, num_ranks in (
+        ("pool", 2),
         ("open_pool", 2),
         ("executor", 1),
         ("executor", 2),
@@ -33,7 +34,7 @@ REPEATED = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("use", "num_ranks"), [("pool", 1), ("pool", 2), ("open_pool", 1), ("joblib", 1), ("subprocess", 2), *REPEATED]
+    ("use", "num_ranks"), [("pool", 1), ("open_pool", 1), ("joblib", 1), ("subprocess", 2), *REPEATED]
 )
 def test_a_data_set_may_start_processes(use: str, num_ranks: int, tmp_path: Path) -> None:
     """In the callable and in items. A set that hangs would hang the tests, so the training is another process."""

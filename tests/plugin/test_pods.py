@@ -89,7 +89,7 @@ def test_the_next_attempt_and_another_execution_go_on_from_what_was_saved(cluste
     assert integers(ended.outputs["o0"]) == [4, 5]
 
 
-@pytest.mark.parametrize("task", ["learn", "learn_on_elastic"])
+@pytest.mark.parametrize("task", [pytest.param("learn", marks=pytest.mark.exhaustive), "learn_on_elastic"])
 def test_a_killed_rank_is_replaced_in_the_same_attempt(cluster: Cluster, task: str) -> None:
     inputs = {"steps": number(7)} | ({"note": text("")} if task == "learn" else {})
     ended = cluster.run(f"own.{task}", inputs, environment={"FLYTE_DDP_RESTARTS": "1"})
