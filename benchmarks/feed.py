@@ -16,9 +16,10 @@ from benchmarks import generated_images
 from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import call
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets import fetch, image_arrays, open_prepared
+from flyte_ddp.datasets import fetch, open_prepared
+from flyte_ddp.datasets.encoded import opening
+from flyte_ddp.datasets.prepared import open_splits
 from flyte_ddp.launch.supervise.rank import configure_malloc
-from flyte_ddp.loading import opening
 from flyte_ddp.loading.arrays import open_array_batches
 from flyte_ddp.loading.split import Split
 from flyte_ddp.loading.workers import LoaderPool, LoaderThreads
@@ -72,8 +73,7 @@ def open_training(side: str, order: dict[str, Any]) -> Split:
     if side == "arrays":
         pixels = np.random.default_rng(0).integers(0, 256, (order["images"], SIDE, SIDE, 3), np.uint8)
         labels = np.arange(order["images"]) % 10
-        data = image_arrays(pixels, labels, pixels[:1], labels[:1], [*map(str, range(10))])
-        source = open_array_batches(torch.device("cpu"), data, "train", masked=None, augment="none", seed=0)
+        source = open_array_batches(torch.device("cpu"), pixels, labels, pictures=True)
         return Split(source, ListedOrder(np.arange(len(labels))))
     hp = Hyperparameters(
         dataset=f"shards:{order['index']}",
@@ -88,7 +88,7 @@ def open_training(side: str, order: dict[str, Any]) -> Split:
     prepared = fetch(hp.dataset, "", folder / "prepared", test_dataset=hp.test_dataset, progress="off")
     opening.start_pool = lambda loaders, *_: POOLS[side](loaders)  # as start_pool chooses by the device
     settings = Settings(progress="off", cache_folder=folder / "cache")
-    return opening.open_splits(open_prepared(prepared), hp, detect_hardware(hp), torch.device("cpu"), settings).training
+    return open_splits(open_prepared(prepared), hp, detect_hardware(hp), torch.device("cpu"), settings).training
 
 
 def train_epoch(split: Split, model: nn.Module, optimizer: torch.optim.Optimizer, epoch: int) -> float:

@@ -28,10 +28,10 @@ from benchmarks import generated_images
 from benchmarks.running import most_memory
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
+from flyte_ddp.datasets.encoded import cropping
+from flyte_ddp.datasets.encoded.decoding import decode_image
+from flyte_ddp.datasets.prepared import open_splits
 from flyte_ddp.launch.supervise.rank import configure_malloc
-from flyte_ddp.loading import cropping
-from flyte_ddp.loading.decoding import decode_image
-from flyte_ddp.loading.opening import open_splits
 from flyte_ddp.loading.split import Split
 from flyte_ddp.models.inputs import InputSpec, prepare_inputs
 from flyte_ddp.plans.resolve import detect_hardware

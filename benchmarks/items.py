@@ -18,10 +18,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import call
+from flyte_ddp.datasets.items import ItemBatches, ItemLoader
+from flyte_ddp.datasets.items import Items as OurItems
 from flyte_ddp.datasets.on_demand_set import OnDemand, OnDemandSet, on_demand
-from flyte_ddp.loading.items import ItemLoader
-from flyte_ddp.loading.items import Items as OurItems
-from flyte_ddp.loading.worker_sources import ItemBatches
 from flyte_ddp.loading.workers import LoaderPool
 from flyte_ddp.lookahead import start_ahead
 
@@ -81,7 +80,7 @@ def our_epochs(kind: str, number: int) -> Callable[[int], Iterator[Tensor]]:
 
         def begin(start: int) -> NDArray[Any]:
             samples = order[start : start + BATCH]
-            source.prefetch_batch(samples, count)
+            source.begin(samples, count)
             return samples
 
         for samples in start_ahead(begin, range(0, number, BATCH), source.batches_ahead):

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.datasets import fetch
-from flyte_ddp.datasets.prepared_folder import StoredSet, write_prepared_set
+from flyte_ddp.datasets.prepared_folder import write_prepared_set
+from flyte_ddp.datasets.prepared_set import PreparedSet
 from flyte_ddp.machine.process import list_living_trees
 from flyte_ddp.text.json_lines import read_records
 
@@ -137,7 +138,7 @@ def fashion_mnist(folder: Path) -> Path:
     return fetch("fashion_mnist", "", folder / "fashion_mnist", progress="off")
 
 
-def write_data(folder: Path, arrays: StoredSet) -> Path:
+def write_data(folder: Path, arrays: PreparedSet) -> Path:
     folder.mkdir(parents=True)
     write_prepared_set(arrays, folder, {"source": "made for a benchmark"})
     return folder

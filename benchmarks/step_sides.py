@@ -25,7 +25,7 @@ from benchmarks.running import write_data
 from benchmarks.sample_tasks import generate_table, generate_texts
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import SampleArrays, arrays, fetch, image_arrays, open_prepared
-from flyte_ddp.datasets.prepared_folder import StoredSet
+from flyte_ddp.datasets.prepared_set import PreparedSet
 from flyte_ddp.launch.supervise.rank import configure_malloc
 from flyte_ddp.machine.resources import detect_world
 from flyte_ddp.models.inputs import InputSpec
@@ -47,7 +47,7 @@ MOVED = 4  # pixels of the bare loop's crops, at most
 
 class Case(NamedTuple):
     hp: dict[str, Any]  # beside COMMON
-    data: StoredSet
+    data: PreparedSet
     steps: int  # of a block
 
 

@@ -16,8 +16,6 @@ DATASETS: dict[str, int] = {"digits": 8, "mnist": 28, "fashion_mnist": 28, "cifa
 # Other forms of a data set's name.
 DATASET_FORMS = ("shards:ADDRESS", "stream:ADDRESS", "image_folder:ADDRESS", "package.module:callable")
 ENCODED_KINDS = ("shards", "stream", "image_folder")  # images stay encoded (JPEG, PNG) until a batch needs them
-IGNORED_TOKEN = -100  # in texts, the target at positions that do not count, as in torch's cross-entropy
-IGNORED = 255  # in masks, the class number of pixels that do not count
 ENCODED_SIDE = 224  # pixels: side of the squares that encoded images are resized to when image_size is 0
 # Extensions of image files, and of images in shards: the formats that Pillow reads without other packages.
 IMAGES = (
@@ -102,15 +100,6 @@ class PretrainedWeights:
     def digest_start(self) -> str:
         """First digits (8 or more, hex) of the file's SHA-256, read from the end of the file's name."""
         return self.file.removesuffix(".pth").rpartition("-")[2]
-
-
-def encoded_kind(dataset: str) -> str:
-    """Return the kind of a data set of encoded images: "shards", "stream" or "image_folder".
-
-    Returns "" unless ``dataset`` is one of the three words, a colon and an address.
-    """
-    kind, _, address = dataset.partition(":")
-    return kind if kind in ENCODED_KINDS and address else ""
 
 
 def check_image_size(model: str, height: int, width: int) -> None:

@@ -299,9 +299,9 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
             raise unknown_name_error("dataset", self.dataset, [*catalog.DATASETS, *catalog.DATASET_FORMS])
         if self.dataset in [f"{kind}:" for kind in catalog.ENCODED_KINDS]:
             raise UserError(f"dataset={self.dataset!r}: must name an address, such as {self.dataset}s3://bucket/folder")
-        kind = catalog.encoded_kind(self.dataset)
+        kind, (test_kind, _, test_address) = self.encoded_kind, self.test_dataset.partition(":")
         fitting = kind.replace("stream", "shards")
-        if self.test_dataset and (not kind or catalog.encoded_kind(self.test_dataset) != fitting):
+        if self.test_dataset and not (kind and test_kind == fitting and test_address):
             must = f"{fitting}:ADDRESS for {kind}:" if kind else "left empty"
             raise UserError(
                 f"test_dataset={self.test_dataset!r}: must be {must}; data sets other than shards, streams and image "
@@ -326,16 +326,23 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         for contradiction in (*find_unfit_loading(self), *find_contradictions(self)):
             raise UserError(contradiction)
 
+    @property
+    def encoded_kind(self) -> str:
+        """Return the kind of encoded images ("shards", "stream" or "image_folder"), or "" for other data sets."""
+        kind, _, address = self.dataset.partition(":")
+        return kind if kind in catalog.ENCODED_KINDS and address else ""
+
     def own_code(self, *left_out: str) -> tuple[str, ...]:
         """Return each user-defined ``package.module:callable`` of the fields and of ``options`` once.
 
         ``left_out`` names fields to skip.
         """
         fields = [field.name for field in dataclasses.fields(self) if field.metadata["own"]]
+        left_out = (*left_out, *["dataset"] * bool(self.encoded_kind))
         values: list[str] = [getattr(self, name) for name in fields if name not in left_out]
         if (option := catalog.CODE_OPTIONS.get(self.objective)) and "objective" not in left_out:
             values.append(str(self.parse_options().get("objective", {}).get(option, "")))
-        return tuple(dict.fromkeys(value for value in values if ":" in value and not catalog.encoded_kind(value)))
+        return tuple(dict.fromkeys(value for value in values if ":" in value))
 
     def parse_options(self) -> dict[str, JsonObject]:
         """Return ``options`` as keyword arguments under "model" and "objective". A missing key has no options.
@@ -410,7 +417,7 @@ def refuse_callables_of_torch(hp: Hyperparameters) -> None:
 
 def find_unfit_loading(hp: Hyperparameters) -> Iterator[str]:
     """Yield an error message for each field of data loading that does not fit the data set's kind."""
-    kind = catalog.encoded_kind(hp.dataset)
+    kind = hp.encoded_kind
     unfit = f"not supported for dataset={short_repr(hp.dataset)}"
     if hp.augment in (("crop", "crop_flip") if kind else ("resized_crop",)):
         fitting = "none or resized_crop" if kind else "none, crop or crop_flip"

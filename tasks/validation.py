@@ -6,7 +6,6 @@ from typing import List, NamedTuple
 from flytekit import Deck
 from flytekit.types.directory import FlyteDirectory
 
-from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UnreachableError, UserError, print_to_stderr
 from flyte_ddp.pods.paths import registry_address
@@ -62,7 +61,7 @@ def validate_dataset(
     # A registry that cannot be written to, or whose log has a gap, must be rejected before training.
     registry.check_storage_never_overwrites()
     history = registry.read_log()
-    warnings = [HELD_OUT] if encoded_kind(hp.dataset) and not hp.test_dataset else []
+    warnings = [HELD_OUT] if hp.encoded_kind and not hp.test_dataset else []
     found: list[Difference] = []
     try:
         champions = read_data_profile(registry, history[-1]) if history else None

@@ -21,7 +21,7 @@ DECIDES_NOTHING = {  # files that are imported by those that decide
     "launch/supervise/rank": "how ranks start, meet and end; parallel/ decides what they compute together",
     "runs/checkpoint runs/checkpoint_writer": "how a state gets to a file and back",
     "runs/metrics runs/run_folder runs/work": "what ranks are told, and where the files of a run are",
-    "storage/addresses": "where bytes come from, and what is known of them",
+    "storage/addresses storage/identity": "where bytes come from, and what is known of them",
     "shards/cache shards/locks shards/parallel": "where the bytes of shards come from",
     "shards/packing shards/scanning": "make and check shards, which the fingerprint of the data covers",
 }

@@ -25,7 +25,6 @@ from flyte_ddp import arrays
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import prepared_folder
 from flyte_ddp.datasets.prepared import open_prepared
-from flyte_ddp.datasets.preprocessing import pack_preprocessing
 from flyte_ddp.errors import UserError
 from flyte_ddp.models import artifacts, zoo
 from flyte_ddp.models.inputs import InputSpec
@@ -34,6 +33,7 @@ from flyte_ddp.predict.new_rows import load_preprocessing
 from flyte_ddp.predict.sample_columns import Reference
 from flyte_ddp.report.report import render_report
 from flyte_ddp.runs import checkpoint
+from flyte_ddp.samples.preprocessing import pack_preprocessing
 from flyte_ddp.sweep.space import Sweep
 from workflows.schedules import read_schedules
 

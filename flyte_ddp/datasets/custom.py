@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from flyte_ddp.datasets.identity import content_identity, digest_lines
 from flyte_ddp.datasets.images import image_arrays
 from flyte_ddp.datasets.on_demand_set import (
     OnDemand,
     OnDemandSet,
     call_seeded,
+    convert_sample,
     read_user_item,
     refuse_stream,
     require_samples,
@@ -25,9 +24,9 @@ from flyte_ddp.datasets.table import Table, load_table
 from flyte_ddp.errors import UserError
 from flyte_ddp.machine import waiting
 from flyte_ddp.progress import Progress
-from flyte_ddp.samples.leaves import Leaves, form_of, group_leaves, refuse_masked, require_array, restore_leaves
-from flyte_ddp.samples.pictures import require_pixels
+from flyte_ddp.samples.leaves import Leaves, form_of, group_leaves, require_array, restore_leaves
 from flyte_ddp.settings import read_number
+from flyte_ddp.storage.identity import content_identity, digest_lines
 from flyte_ddp.user_code.callables import load_callable, require_parameters
 from flyte_ddp.user_code.source import user_source_digest
 
@@ -175,21 +174,3 @@ def read_map_style_set(set_name: str, samples: Any, progress: Progress, *, pictu
         for kind, sides in zip(("inputs", "targets"), zip(*pairs, strict=True), strict=True)
     )
     return images if pictures else inputs, targets
-
-
-def convert_sample(where: str, item: Any) -> tuple[NDArray[np.uint8], NDArray[Any]]:
-    """Return an item's pixels (uint8 [H, W, C]) and label.
-
-    Raises:
-        UserError: The item is no pair of a picture and numbers, or the picture has masked values. The text begins with
-            ``where``.
-    """
-    try:
-        image, given = item
-        label = require_array("its label", given)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{where} must be an image and a label: {error}") from error
-    if label.dtype.kind not in "biuf":
-        raise UserError(f"{where}: its label is a {type(given).__name__}; must be a number or numbers")
-    refuse_masked(f"{where}: its image", image)
-    return require_pixels(f"{where}: its image", image), label

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from flyte_ddp.catalog import DATASET_FORMS, encoded_kind
+from flyte_ddp.catalog import DATASET_FORMS
 from flyte_ddp.datasets.custom import CustomSet
-from flyte_ddp.datasets.encoded_set import prepare_encoded_set, read_encoded_set
-from flyte_ddp.datasets.identity import digest_lines
+from flyte_ddp.datasets.encoded.kinds import EncodedSource, find_encoded_class
 from flyte_ddp.datasets.prepared import open_prepared
 from flyte_ddp.datasets.prepared_folder import DESCRIPTION, VERIFIED, read_description, write_prepared_set
 from flyte_ddp.datasets.published import DATASETS, PublishedSet
@@ -18,22 +17,25 @@ from flyte_ddp.files import DISK_FULL
 from flyte_ddp.progress import MODES, Progress
 
 
-def find_dataset(dataset: str, source: str) -> PublishedSet | CustomSet | None:
-    """Return the definition of a data set, or None for encoded images. User code is not imported.
+def find_dataset(
+    dataset: str, source: str, test_dataset: str = "", sample: str = ""
+) -> PublishedSet | CustomSet | EncodedSource:
+    """Return the definition of a data set. User code is not imported.
 
     Raises:
-        UserError: The name is unknown, or encoded images have a ``data_source``.
+        UserError: The name is unknown. Also if encoded images have a ``data_source``, or others a ``test_dataset``.
     """
-    if encoded_kind(dataset):
+    if kind := find_encoded_class(dataset):
         if source:
             problem = f"dataset={dataset!r} already contains the address of its data"
             raise UserError(f"data_source={source!r}: {problem}; leave data_source empty")
-        return None
-    if ":" in dataset:
-        return CustomSet(dataset)
-    if dataset not in DATASETS:
+        return EncodedSource(kind, dataset, test_dataset, decoded_by_user=bool(sample))
+    if ":" not in dataset and dataset not in DATASETS:
         raise unknown_name_error("dataset", dataset, [*DATASETS, *DATASET_FORMS])
-    return DATASETS[dataset]
+    if test_dataset:
+        problem = f"dataset={dataset!r} has its own test split"
+        raise UserError(f"test_dataset={test_dataset!r}: {problem}; leave test_dataset empty")
+    return CustomSet(dataset) if ":" in dataset else DATASETS[dataset]
 
 
 def fingerprint(dataset: str, source: str, test_dataset: str = "") -> str:
@@ -46,22 +48,17 @@ def fingerprint(dataset: str, source: str, test_dataset: str = "") -> str:
     Args:
         dataset: The name of the data set, as for :func:`fetch`.
         source: The hyperparameter ``data_source``.
-        test_dataset: Shards or a folder of images to test on. Ignored unless ``dataset`` has encoded images.
+        test_dataset: Shards or a folder of images to test on. Only for encoded images.
 
     Raises:
         UserError: The data set is unknown, unreadable or unfit.
     """
-    definition = find_dataset(dataset, source)
-    if definition is not None:
-        return definition.fingerprint(source)
-    # The names contain the addresses. A prepared folder refers to addresses, so another address needs another folder.
-    identity = digest_lines([dataset, test_dataset, read_encoded_set(dataset, test_dataset).digest])
-    return f"{encoded_kind(dataset)}-{identity[:16]}"
+    return find_dataset(dataset, source, test_dataset).fingerprint(source)
 
 
 def needs_no_download(dataset: str) -> bool:
     """Return whether :func:`fetch` downloads at most an index, first samples or a list of files."""
-    return bool(encoded_kind(dataset)) or dataset == "digits"
+    return find_encoded_class(dataset) is not None or dataset == "digits"
 
 
 def fetch(
@@ -104,17 +101,10 @@ def fetch(
     if holds_usable_set(folder, dataset, requested):
         return folder
     with make_workspace_beside(folder) as workspace:
-        definition = find_dataset(dataset, source)
-        if definition is not None and test_dataset:
-            raise UserError(
-                f"test_dataset={test_dataset!r}: dataset={dataset!r} has its own test split; leave test_dataset empty"
-            )
+        definition = find_dataset(dataset, source, test_dataset, sample)
         try:
-            if definition is None:
-                prepare_encoded_set(dataset, test_dataset, workspace, decoded_by_user=bool(sample))
-            else:
-                data, called = definition.load(source, workspace, Progress(progress))
-                write_prepared_set(data, workspace, {"source": called, **requested})
+            data, called = definition.load(source, workspace, Progress(progress))
+            write_prepared_set(data, workspace, {"source": called, **requested})
         except OSError as error:
             if error.errno not in DISK_FULL:
                 raise

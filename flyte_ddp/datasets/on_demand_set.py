@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.datasets.prepared_folder import StoredSet, open_folder
+from flyte_ddp.datasets.item_set import ItemSet
+from flyte_ddp.datasets.prepared_folder import open_folder
 from flyte_ddp.errors import MachineError, UserCodeError, UserError
 from flyte_ddp.machine.waiting import limit_wait
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.samples.class_names import normalize_class_names
-from flyte_ddp.samples.leaves import Leaves
+from flyte_ddp.samples.leaves import Leaves, refuse_masked, require_array
+from flyte_ddp.samples.pictures import require_pixels
 from flyte_ddp.user_code.callables import load_callable
 
 ON_DEMAND = "on_demand"  # key in dataset.json of the numbers of samples
@@ -33,7 +35,7 @@ class OnDemand:
 
 
 @dataclass(frozen=True, eq=False)
-class OnDemandSet(StoredSet):
+class OnDemandSet(ItemSet):
     """A prepared data set whose folder holds only the description. Each process calls the user's function again."""
 
     name: str  # the ``package.module:callable``
@@ -64,6 +66,38 @@ class OnDemandSet(StoredSet):
             change = f"has {lengths[0]} and {lengths[1]} samples now, but had {told} when it was prepared"
             raise UserError(f"dataset={self.name!r}: {change}; {explain_change(before, lengths)}")
         return found
+
+    @cached_property
+    def seeded_transforms(self) -> dict[str, list[Any]]:
+        """The transforms in the user's data sets that must be seeded, by side."""
+        from flyte_ddp.loading.user_functions import find_seeded_transforms
+
+        sides = {"train": self.sets.train, "test": self.sets.test}
+        return {
+            side: [each for wrapped in unwrap(samples) for each in find_seeded_transforms(wrapped, "__getitem__")]
+            for side, samples in sides.items()
+        }
+
+    def read_item(self, side: str, sample: int, seed: int, epoch: int | None) -> tuple[Leaves, Leaves]:
+        """Return inputs and targets of an item, as user code reads them. Pictures are uint8 [H, W, C].
+
+        First seeds the global random generators, and does not restore them. The seed depends on ``seed``, ``epoch``
+        (None counts as 0) and the number of the sample.
+
+        Raises:
+            UserError: The item is no pair of inputs and targets, or its picture is unfit.
+            UserCodeError: User code fails.
+            MachineError: User code does not return within FLYTE_DDP_TIMEOUT.
+        """
+        from flyte_ddp.loading.user_functions import seed_for
+
+        samples, where = getattr(self.sets, side), f"dataset={self.name!r}: {side} sample {sample}"
+        seed_for("dataset", seed, epoch or 0, sample, self.seeded_transforms[side])
+        try:
+            pair = split_item(read_user_item(where, samples, sample))
+        except ValueError as error:
+            raise UserError(f"{where} {error}") from None
+        return convert_sample(where, pair) if self.pictures else pair
 
     def describe_content(self) -> dict[str, Any]:
         return {ON_DEMAND: [self.train_samples, self.test_samples], PICTURES: self.pictures}
@@ -199,6 +233,24 @@ def split_item(item: Any) -> tuple[Leaves, Leaves]:
     if isinstance(item, Mapping) and "labels" in item:
         return {name: value for name, value in item.items() if name != "labels"}, item["labels"]
     raise ValueError(f"is a {type(item).__name__}: must be a pair (inputs, targets), or a dict with labels")
+
+
+def convert_sample(where: str, item: Any) -> tuple[NDArray[np.uint8], NDArray[Any]]:
+    """Return an item's pixels (uint8 [H, W, C]) and label.
+
+    Raises:
+        UserError: The item is no pair of a picture and numbers, or the picture has masked values. The text begins with
+            ``where``.
+    """
+    try:
+        image, given = item
+        label = require_array("its label", given)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{where} must be an image and a label: {error}") from error
+    if label.dtype.kind not in "biuf":
+        raise UserError(f"{where}: its label is a {type(given).__name__}; must be a number or numbers")
+    refuse_masked(f"{where}: its image", image)
+    return require_pixels(f"{where}: its image", image), label
 
 
 def open_on_demand(folder: Path) -> OnDemandSet:

@@ -1,6 +1,5 @@
 """The folder of a prepared data set: arrays, and a description of the content in ``dataset.json``."""
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -13,10 +12,10 @@ from numpy.typing import NDArray
 from flyte_ddp.checks.arrays import map_array
 from flyte_ddp.checks.forms import require_form
 from flyte_ddp.checks.parsing import parse_json
+from flyte_ddp.datasets.prepared_set import WEIGHTS, PreparedSet
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import atomic_write, file_digest, file_version, list_files
 
-WEIGHTS = "train_weights"  # name of ``sample_weights`` among the arrays
 DESCRIPTION = "dataset.json"
 FILES = "files"  # key in DESCRIPTION of the SHA-256 of each other file
 VERIFIED = "verified.json"  # the version of each file when the file was last hashed
@@ -33,70 +32,18 @@ FORM = {
 FORMAT = {"format": 3}  # version of prepared folders: increase it when the same source gives other content
 
 
-class StoredSet:
-    """Base class of data sets that a prepared folder stores: arrays, if any, and a description."""
-
-    name: str
-    classes: tuple[str, ...]
-    digest: str  # SHA-256 (hex) of arrays, ``classes`` and ``sample_weights``, set when the folder is opened
-    sample_weights: NDArray[np.float64] | None  # [N], with which training may draw samples
-
-    def list_arrays(self) -> dict[str, NDArray[Any]]:
-        """Return the arrays by file name without ``.npy``. The base class has only weights."""
-        return {} if self.sample_weights is None else {WEIGHTS: self.sample_weights}
-
-    def list_identity(self, *, test: bool) -> dict[str, NDArray[Any]]:
-        """Return the arrays whose content identifies this data set.
-
-        If ``test`` is True, return those of the test split.
-        """
-        return {name: each for name, each in self.list_arrays().items() if not test or name.startswith("test_")}
-
-    def write_other_files(self, folder: Path) -> None:
-        """Write the files that are no arrays. By default nothing is written."""
-
-    def describe_content(self) -> dict[str, Any]:
-        """Return the entries of ``dataset.json`` that only sets of this class have."""
-        raise NotImplementedError
-
-
-def arrays_sha256(data: StoredSet, *, test: bool = False) -> str:
-    """Return the SHA-256 (hex) of class names and identifying arrays. If ``test`` is True, hash only the test split."""
-    digest = hashlib.sha256(json.dumps(data.classes).encode())
-    for name, array in data.list_identity(test=test).items():
-        digest.update(f"\n{name} {array.dtype.str} {array.shape}\n".encode())
-        digest.update(array.reshape(-1).data)
-    return digest.hexdigest()
-
-
-def write_prepared_set(data: StoredSet, folder: Path, origin: Mapping[str, str]) -> None:
+def write_prepared_set(data: PreparedSet, folder: Path, origin: Mapping[str, str]) -> None:
     """Write a data set into an existing folder: arrays, other files, ``verified.json``, and ``dataset.json`` last.
 
-    ``origin`` holds further entries of ``dataset.json``, such as ``data_source``. The digest of a set with arrays is
-    computed here.
+    ``origin`` holds further entries of ``dataset.json``, such as ``data_source``.
     """
     arrays = data.list_arrays()
     for name, array in arrays.items():
         write_array(folder / f"{name}.npy", array)
     data.write_other_files(folder)
-    digest = test_digest = data.digest
-    if arrays.keys() - {WEIGHTS}:
-        digest, test_digest = arrays_sha256(data), arrays_sha256(data, test=True)
-    content = {**data.describe_content(), "weighted": WEIGHTS in arrays, **origin}
-    write_description(folder, data, content, digest=digest, test_digest=test_digest)
-
-
-def write_description(folder: Path, data: Any, content: Mapping[str, Any], *, digest: str, test_digest: str) -> None:
-    """Hash all files of the folder, and write ``verified.json`` and then ``dataset.json``. Call this last.
-
-    Args:
-        folder: The folder of the data set.
-        data: An object with the attributes ``name`` and ``classes``.
-        content: Further entries of ``dataset.json``.
-        digest: The SHA-256 (hex) of the whole data set.
-        test_digest: The SHA-256 (hex) of the test split.
-    """
+    digest, test_digest = data.compute_digests()
     of_all = {**FORMAT, "name": data.name, "classes": data.classes, "digest": digest, TEST_DIGEST: test_digest}
+    content = {**data.describe_content(), "weighted": WEIGHTS in arrays, **origin}
     own = (folder / DESCRIPTION, folder / VERIFIED)
     files = {str(path.relative_to(folder)): path for path in list_files(folder) if path not in own}
     digests = {name: file_digest(path) for name, path in files.items()}

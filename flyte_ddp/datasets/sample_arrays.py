@@ -1,8 +1,11 @@
 """Data sets of arrays: one or more leaves of inputs and targets, of equal or different lengths."""
 
+import hashlib
+import json
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +13,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.datasets import columns
-from flyte_ddp.datasets.prepared_folder import StoredSet, open_folder, read_array
-from flyte_ddp.datasets.preprocessing import PREPROCESSING, pack_preprocessing
-from flyte_ddp.datasets.rows import digest_rows
+from flyte_ddp.datasets.item_set import ItemSet
+from flyte_ddp.datasets.prepared_folder import open_folder, read_array
+from flyte_ddp.datasets.rows import digest_bytes, digest_rows, digest_text, digest_texts, mix
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import atomic_write
 from flyte_ddp.samples.class_names import normalize_class_names
 from flyte_ddp.samples.leaves import (
     Leaves,
+    Ragged,
     describe_form,
     form_of,
     is_tensor,
+    map_leaves,
     name_leaves,
     require_array,
     require_numbers,
     restore_leaves,
 )
+from flyte_ddp.samples.preprocessing import PREPROCESSING, pack_preprocessing
 
 LEAVES = "leaves"  # key in the description of the forms of inputs and targets
 IDS = ("train_ids", "test_ids")
@@ -35,34 +41,6 @@ MOST_CLASSES = 1_000_000  # the maximum of the hyperparameter num_classes
 RESERVED = ("self", "outputs")
 # Types that torch does not compute with, and the types that replace them.
 STORED_TYPES = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}
-
-
-@dataclass(frozen=True, eq=False)
-class Ragged:
-    """A leaf whose samples have different lengths. Sample i is ``values[ends[i - 1] : ends[i]]``."""
-
-    values: NDArray[Any]  # [sum of the lengths, ...]
-    ends: NDArray[np.int64]  # [N]
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def __getitem__(self, sample: Any) -> Any:  # a slice gives a list of arrays
-        if isinstance(sample, slice):
-            return [self[number] for number in range(*sample.indices(len(self)))]
-        return self.values[int(self.ends[sample - 1]) if sample else 0 : int(self.ends[sample])]
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.values.dtype
-
-    @property
-    def shape(self) -> tuple[int | None, ...]:
-        return (len(self.ends), None, *self.values.shape[1:])
-
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes + self.ends.nbytes
 
 
 @dataclass(frozen=True)
@@ -84,7 +62,7 @@ class StoredRows:
 
 
 @dataclass(frozen=True, eq=False)
-class SampleArrays(StoredSet):
+class SampleArrays(ItemSet):
     """A data set of arrays, made by :func:`arrays` or :func:`image_arrays`.
 
     Inputs and targets are leaves. A leaf is an array [N, ...] or a :class:`Ragged`. Several leaves form a tuple or a
@@ -109,7 +87,7 @@ class SampleArrays(StoredSet):
     mean: tuple[float, ...] = ()  # of each channel of the training pictures, scaled to 0..1 (else empty)
     std: tuple[float, ...] = ()
 
-    @property
+    @cached_property
     def pictures(self) -> bool:
         return bool(self.mean)
 
@@ -121,11 +99,11 @@ class SampleArrays(StoredSet):
         kept = self.rows.get(side)
         return kept.load() if isinstance(kept, StoredRows) else kept
 
-    @property
+    @cached_property
     def train_samples(self) -> int:
         return len(next(iter(name_leaves(self.train_inputs).values())))
 
-    @property
+    @cached_property
     def test_samples(self) -> int:
         return len(next(iter(name_leaves(self.test_inputs).values())))
 
@@ -142,6 +120,36 @@ class SampleArrays(StoredSet):
         ids = {name: getattr(self, name) for name in IDS}
         return arrays | {name: each for name, each in ids.items() if each is not None}
 
+    def ids(self, side: str) -> NDArray[np.str_] | None:
+        return self.train_ids if side == "train" else self.test_ids
+
+    def stored_leaves(self, side: str) -> tuple[Leaves, Leaves]:
+        sides = {"train": (self.train_inputs, self.train_targets), "test": (self.test_inputs, self.test_targets)}
+        return sides[side]
+
+    def training_targets(self) -> NDArray[Any] | None:
+        return self.train_targets if isinstance(self.train_targets, np.ndarray) else None
+
+    def read_item(self, side: str, sample: int, seed: int, epoch: int | None) -> tuple[Leaves, Leaves]:  # noqa: ARG002
+        inputs, targets = (map_leaves(lambda leaf: leaf[sample], leaves) for leaves in self.stored_leaves(side))
+        return inputs, targets
+
+    def identify_samples(self, side: str) -> NDArray[np.uint64]:
+        """Return a digest of each sample's id. Without ids, of the table's row, and without a table of all inputs."""
+        if (ids := self.ids(side)) is not None:
+            return digest_texts(ids.tolist())
+        if (rows := self.load_rows(side)) is not None:
+            return digest_rows(rows)
+        named = name_leaves(self.stored_leaves(side)[0])
+        total = np.zeros(len(next(iter(named.values()))), np.uint64)
+        for name, leaf in named.items():
+            contents = [digest_bytes(np.ascontiguousarray(leaf[place]).tobytes()) for place in range(len(leaf))]
+            total += mix(np.array(contents, np.uint64) ^ digest_text(name))
+        return total
+
+    def compute_digests(self) -> tuple[str, str]:
+        return arrays_sha256(self), arrays_sha256(self, test=True)
+
     def list_identity(self, *, test: bool) -> dict[str, NDArray[Any]]:
         """Return the arrays whose content identifies this data set.
 
@@ -149,7 +157,7 @@ class SampleArrays(StoredSet):
 
         If rows were kept, hashes of the rows are added, and replace the inputs of the test split.
         """
-        found = super().list_identity(test=test)
+        found = {name: each for name, each in self.list_arrays().items() if not test or name.startswith("test_")}
         # Prepared inputs depend on the fitted object, so equal rows would be another test split after each fit.
         if self.rows and test:
             found = {name: array for name, array in found.items() if not name.startswith("test_inputs")}
@@ -184,14 +192,13 @@ class SampleArrays(StoredSet):
         return described | {"not_finite": rows, "mean": self.mean, "std": self.std}
 
 
-def name_sample(data: object, split: str, number: int) -> str:
-    """Return a sample's split and number in words, with the id that the user gave to the sample.
-
-    ``split`` is "training", "validation" or "test". ``number`` is a position in the data set's training or test
-    samples, also for a validation sample.
-    """
-    ids = getattr(data, "test_ids" if split == "test" else "train_ids", None)
-    return f"{split} sample {number}" + ("" if ids is None else f" (id {str(ids[number])!r})")
+def arrays_sha256(data: SampleArrays, *, test: bool = False) -> str:
+    """Return the SHA-256 (hex) of class names and identifying arrays. If ``test`` is True, hash only the test split."""
+    digest = hashlib.sha256(json.dumps(data.classes).encode())
+    for name, array in data.list_identity(test=test).items():
+        digest.update(f"\n{name} {array.dtype.str} {array.shape}\n".encode())
+        digest.update(array.reshape(-1).data)
+    return digest.hexdigest()
 
 
 def arrays(

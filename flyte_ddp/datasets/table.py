@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.datasets import columns, rows
-from flyte_ddp.datasets.preprocessing import NUMBERED, TABLE, pack_fitted
 from flyte_ddp.datasets.sample_arrays import SampleArrays, convert_id, make_arrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.samples.leaves import name_leaves
+from flyte_ddp.samples.preprocessing import NUMBERED, TABLE, pack_fitted
 from flyte_ddp.text.formatting import join_first
 
 TRIED, ALONE = 16, 3  # numbers of test rows that are prepared again as a group, and one by one

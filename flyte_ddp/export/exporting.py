@@ -14,21 +14,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.export import Dim
 
-from flyte_ddp.datasets.encoded_set import EncodedSet
-from flyte_ddp.datasets.prepared import ItemSet, PreparedSet, order_test_split
+from flyte_ddp.datasets.prepared_set import Opening, PreparedSet
 from flyte_ddp.errors import UnreachableError
 from flyte_ddp.export.graphs import ONNX, NotExportedError, ServedImages, ServedLeaves, write_onnx
 from flyte_ddp.export.onnx_process import OnnxProcess
 from flyte_ddp.loading.collate import MASK, PADDED, widen_type
-from flyte_ddp.loading.decoding import DecodingError, Pixels, decode_image
-from flyte_ddp.loading.encoded import Encoded, map_samples
-from flyte_ddp.loading.items import Items
-from flyte_ddp.loading.opening import open_image_reader, open_item_test_split
 from flyte_ddp.machine.resources import count_cores
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.inputs import LeavesSpec
 from flyte_ddp.objectives.segmentation import logits_of
-from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
 from flyte_ddp.samples.leaves import Leaves, form_of
 
@@ -83,10 +77,8 @@ def export_model(model: SavedModel, split: PreparedSet, folder: Path) -> Compari
     with TemporaryDirectory(dir=folder) as name:  # the file appears in ``folder`` only if the comparison passes
         made = Path(name)
         try:
-            if isinstance(split, ItemSet) and not split.pictures:
-                found = export_leaves_model(model, split, made)
-            else:
-                found = export_images_model(model, split, made)
+            export = export_images_model if split.pictures else export_leaves_model
+            found = export(model, split, made)
             if found.passed:
                 (made / ONNX).rename(folder / ONNX)
         except (NotExportedError, UnreachableError):
@@ -119,49 +111,25 @@ def export_images_model(model: SavedModel, data: PreparedSet, folder: Path) -> C
 
     def make_batches() -> Batches:
         """Yield each image alone in its original size, with logits. The first image also fills larger BATCH_SIZES."""
-        images = iterate_test_images(model, data, served.channels)
+        images = data.iterate_test_images(model.describe_opening())
         for place, (image, row) in enumerate(zip(images, compute_logits(), strict=True)):
-            sizes = [size for size in BATCH_SIZES if size * image.nbytes <= MOST_BYTES] if place == 0 else []
+            coloured = np.repeat(image, served.channels // image.shape[2], axis=2)
+            sizes = [size for size in BATCH_SIZES if size * coloured.nbytes <= MOST_BYTES] if place == 0 else []
             for size in sizes or BATCH_SIZES[:1]:
-                pixels = torch.from_numpy(np.repeat(image[None], size, 0))
+                pixels = torch.from_numpy(np.repeat(coloured[None], size, 0))
                 yield {"images": pixels}, {"logits": row.expand(size, *row.shape)}
 
     return compare_outputs(folder / ONNX, make_batches(), model.device.type)
 
 
-def iterate_test_images(model: SavedModel, data: PreparedSet, channels: int) -> Iterator[Pixels]:
-    """Yield the test split's images, uint8 [H, W, channels], neither cropped nor resized.
-
-    Skips images that cannot be decoded.
-    """
-    if not isinstance(data, EncodedSet):
-        items = Items(data, "test")
-        for sample in range(data.test_samples):
-            with keep_random_state():
-                pixels, _ = items.read_item(sample, model.seed, None)
-            yield np.repeat(pixels, channels // pixels.shape[2], axis=2)
-        return
-
-    def decode_or_none(_: int, found: Encoded) -> Pixels | None:
-        try:
-            return decode_image(found.content)
-        except DecodingError:
-            return None
-
-    order, threads = order_test_split(data), model.threads
-    samples = order.samples(slice(0, len(order)))
-    with closing(open_image_reader(data.test_source, model.settings)) as images:
-        decoded = map_samples(images, samples, threads, decode_or_none, 2 * threads)  # few ahead: images may be large
-        yield from (image for image in decoded if image is not None)
-
-
-def export_leaves_model(model: SavedModel, data: ItemSet, folder: Path) -> Comparison:
+def export_leaves_model(model: SavedModel, data: PreparedSet, folder: Path) -> Comparison:
     """Write the ONNX of a model of other samples, and return the comparison with torch on the whole test split.
 
     Torch computes on the CPU, and the ONNX runs in a new process.
     """
     on_cpu, _ = artifacts.load_model(*model.files)
-    test, spec = open_item_test_split(data, model.collate, model.seed, torch.device("cpu"), model.threads)
+    opening = Opening(torch.device("cpu"), model.settings, collate=model.collate, seed=model.seed)
+    test, spec = data.open_test_split(opening)
     assert isinstance(spec, LeavesSpec)  # pictures are exported by export_images_model
     with closing(test.source):
         samples = test.order.samples(slice(0, EXAMPLE))

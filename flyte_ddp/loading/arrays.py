@@ -2,7 +2,6 @@
 
 import warnings
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,14 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flyte_ddp.catalog import IGNORED
-from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays
 from flyte_ddp.loading.collate import add_mask, padding_of, widen_type
-from flyte_ddp.loading.split import Batch, BatchSource
+from flyte_ddp.loading.split import Batch, BatchSource, CheckTargets
+from flyte_ddp.loading.user_functions import NO_AUGMENTATION, Augmentation
 from flyte_ddp.machine.device_copy import copy_to_device
-from flyte_ddp.order.augmentation import augment_images
 from flyte_ddp.order.sampling import Indices
-from flyte_ddp.samples.leaves import Leaves, map_leaves, name_leaves
+from flyte_ddp.samples.leaves import Leaves, Ragged, map_leaves, name_leaves
 
 MOST_OF_GPU = 0.25  # largest share of the free memory for the arrays of one side; model and outputs need the rest
 
@@ -26,25 +23,6 @@ def take_rows(values: Tensor, rows: Tensor, device: torch.device) -> Tensor:
     """Return the chosen ``rows`` (numbers on the device of ``values``) of ``values``, on ``device``."""
     taken = values.index_select(0, rows)  # much faster than ``values[rows]`` on a CPU
     return taken if values.device == device else copy_to_device(taken, device)
-
-
-def augment_batch(
-    images: Tensor, targets: Tensor, samples: Indices, *, kind: str, seed: int, epoch: int
-) -> tuple[Tensor, Tensor]:
-    """Return the images [n, H, W, C] of a batch, shifted at random and perhaps mirrored, and the targets.
-
-    Masks (targets [n, H, W]) are shifted and mirrored with their images. Uncovered pixels of a mask become 255
-    (ignored). Other targets are unchanged.
-
-    Args:
-        samples: Numbers of the samples [n]. The random shift of an image depends on ``seed``, ``epoch`` and this
-            number.
-        kind: "crop" shifts, "crop_flip" also mirrors half of the images, and "none" changes nothing.
-    """
-    augment = partial(augment_images, kind=kind, seed=seed, epoch=epoch, samples=samples)
-    if targets.dim() == 3:
-        targets = augment(targets[..., None], fill=IGNORED)[..., 0]
-    return augment(images), targets
 
 
 @dataclass(frozen=True)
@@ -101,10 +79,14 @@ class ArrayBatches(BatchSource):
     store: torch.device  # where the values are
     masked: str | None = None  # name of the input whose mask the model also gets
     ids: NDArray[np.str_] | None = None  # [N]
-    augment: str = "none"  # kind of augmentation of pictures: none, crop or crop_flip
-    seed: int = 0  # of the augmentation
+    augmentation: Augmentation = NO_AUGMENTATION  # of pictures
 
-    def load_batch(self, samples: Indices, epoch: int | None = None) -> Batch:
+    def load_batch(
+        self,
+        samples: Indices,
+        epoch: int | None = None,
+        check_targets: CheckTargets | None = None,  # noqa: ARG002  # the objective has checked stored targets
+    ) -> Batch:
         """Return samples as a batch on the device.
 
         If ``epoch`` is the number of an epoch of training, images are augmented. If ``masked`` names an input, its mask
@@ -125,37 +107,44 @@ class ArrayBatches(BatchSource):
             all_there = torch.ones(values.shape[:2], dtype=torch.bool, device=values.device)
             inputs = add_mask(inputs, all_there if mask is None else mask)
         targets = map_leaves(lambda leaf: leaf.take_samples(samples, rows, "targets")[0], self.targets)
-        if self.augment != "none" and epoch is not None:
-            inputs, targets = augment_batch(inputs, targets, samples, kind=self.augment, seed=self.seed, epoch=epoch)
+        if self.augmentation.kind != "none":  # other inputs than pictures are not augmented
+            inputs, targets = self.augmentation.augment_batch(inputs, targets, samples, epoch)
         return Batch(inputs, targets, () if self.ids is None else self.ids[samples].tolist())
 
 
 def open_array_batches(
-    device: torch.device, data: SampleArrays, side: str, *, masked: str | None, augment: str, seed: int
+    device: torch.device,
+    inputs: Leaves,
+    targets: Leaves,
+    ids: NDArray[np.str_] | None = None,
+    *,
+    pictures: bool = False,
+    masked: str | None = None,
+    augmentation: Augmentation = NO_AUGMENTATION,
 ) -> ArrayBatches:
-    """Return the source of batches for one side of the data, "train" or "test".
+    """Return the source of batches of stored arrays.
 
     If ``device`` is a GPU, and the arrays need at most a quarter of its free memory, the arrays are copied there.
     Otherwise they stay in the CPU's memory, and each batch is copied to ``device``.
 
-    If the data are images, inputs and targets keep their types. Otherwise whole numbers become int64, and floats fp32.
-
     Args:
-        side: "train" or "test".
+        inputs: Arrays [N, ...] or Ragged, as one leaf, a tuple or a dict.
+        targets: Arrays, in one of the same forms, or None.
+        ids: The names of the samples [N], or None.
+        pictures: Whether inputs and targets keep their types. Otherwise whole numbers become int64, and floats fp32.
         masked: Name of the input whose mask is added to the inputs of each batch. None adds no mask.
-        augment: "none", "crop" or "crop_flip", the augmentation of training images.
+        augmentation: The augmentation of training images.
     """
-    inputs, targets, ids = (getattr(data, f"{side}_{part}") for part in ("inputs", "targets", "ids"))
     leaves = [*name_leaves(inputs).values(), *name_leaves(targets).values()]
     store = choose_store(device, sum(leaf.nbytes for leaf in leaves))
 
     def load_leaf(leaf: Any) -> LoadedLeaf:
         if isinstance(leaf, Ragged):
             return LoadedLeaf(to_device(leaf.values, store), device, np.asarray(leaf.ends))
-        return LoadedLeaf(to_device(leaf, store), device, widened=not data.pictures)
+        return LoadedLeaf(to_device(leaf, store), device, widened=not pictures)
 
     inputs, targets = (map_leaves(load_leaf, leaves) for leaves in (inputs, targets))
-    return ArrayBatches(inputs, targets, store, masked, ids, augment, seed)
+    return ArrayBatches(inputs, targets, store, masked, ids, augmentation)
 
 
 def choose_store(device: torch.device, needed: int) -> torch.device:

@@ -8,9 +8,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flyte_ddp.catalog import IGNORED_TOKEN
 from flyte_ddp.errors import UserError
-from flyte_ddp.samples.leaves import Leaves, form_of, group_leaves, require_array, require_numbers, restore_leaves
+from flyte_ddp.samples.leaves import (
+    IGNORED_TOKEN,
+    Leaves,
+    form_of,
+    group_leaves,
+    require_array,
+    require_numbers,
+    restore_leaves,
+)
 
 STACKED, PADDED = "stacked", "padded"  # values of the hyperparameter ``collate``
 SIDES = ("inputs", "targets")

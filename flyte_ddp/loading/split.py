@@ -1,11 +1,12 @@
 """A rank's view of the splits: the samples of each split, and the source that loads batches."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.lookahead import start_ahead
@@ -16,6 +17,8 @@ from flyte_ddp.samples.leaves import Leaves
 from flyte_ddp.text.formatting import join_first
 
 Item = TypeVar("Item")
+# Raises UserError for targets [n, ...] that the objective does not accept.
+CheckTargets: TypeAlias = Callable[[NDArray[Any]], None]
 
 
 class Batch(NamedTuple):
@@ -40,25 +43,42 @@ class BatchSource:
 
     batches_ahead = 0  # how many batches to prefetch
     loaders = 0  # processes or threads that load for this rank; 0: the rank itself
-    # Starts to fetch the files of samples that will be loaded later; None: no whole files are fetched.
-    prefetch_files: Callable[[Indices], None] | None = None
 
-    def load_batch(self, samples: Indices, epoch: int | None) -> Batch:
+    def load_batch(self, samples: Indices, epoch: int | None, check_targets: CheckTargets | None = None) -> Batch:
         """Return samples as a batch on the device.
 
-        Samples are augmented for an ``epoch`` of training, and not for None.
+        Samples are augmented for an ``epoch`` of training, and not for None. Targets that user code makes are checked
+        by ``check_targets``.
         """
         raise NotImplementedError
 
-    def prefetch_batch(self, samples: Indices, epoch: int | None) -> None:
-        """Start loading samples for a later :meth:`load_batch` with the same arguments."""
+    def begin(self, samples: Indices, epoch: int | None) -> None:
+        """Start loading samples for a later :meth:`load_batch` of the same samples and epoch."""
 
     def bad_samples(self) -> frozenset[str]:
         """Return the names of samples that could not be decoded."""
         return frozenset()
 
+    def replaced_samples(self) -> frozenset[int]:
+        """Return the numbers of samples in whose place other samples were loaded."""
+        return frozenset()
+
+    def read_label(self, sample: int) -> int | None:  # noqa: ARG002
+        """Return the class number of a sample, or None if the class number is unknown. Reads the sample."""
+        return None
+
     def close(self) -> None:
         """Stop started loads and close files."""
+
+
+class FileFetcher(Protocol):
+    """Fetches whole files before their samples are loaded."""
+
+    def begin(self, samples: Indices) -> None:
+        """Start to fetch the files that hold these samples."""
+
+    def finish(self, samples: Indices) -> None:
+        """Record that these samples were loaded. Later files may then be fetched."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +87,17 @@ class Split:
 
     source: BatchSource
     order: Order
+    files: FileFetcher | None = None  # None: no whole files are fetched
+    check_targets: CheckTargets | None = None
 
     def __len__(self) -> int:
         return len(self.order)
 
     def load_batch(self, samples: Indices, epoch: int | None = None) -> Batch:
-        return self.source.load_batch(samples, epoch)
+        batch = self.source.load_batch(samples, epoch, self.check_targets)
+        if self.files is not None:
+            self.files.finish(samples)
+        return batch
 
     def load_evaluation_batches(self, batch_size: int, part: int, parts: int) -> Iterator[tuple[slice, Batch]]:
         """Yield part ``part`` (from 0) of ``parts`` of the split's batches, each with its slice of the order.
@@ -103,12 +128,12 @@ class Split:
                 begin(samples)
             return item
 
-        if self.source.prefetch_files is not None:
+        if self.files is not None:
             distance = self.order.prefetch_distance(batch_size, mixed=epoch is not None)
-            items = start_ahead(partial(begin_item, self.source.prefetch_files), items, distance)
+            items = start_ahead(partial(begin_item, self.files.begin), items, distance)
         if self.source.batches_ahead:
-            prefetch = partial(begin_item, partial(self.source.prefetch_batch, epoch=epoch))
-            items = start_ahead(prefetch, items, self.source.batches_ahead)
+            begin = partial(begin_item, partial(self.source.begin, epoch=epoch))
+            items = start_ahead(begin, items, self.source.batches_ahead)
         return items
 
 
@@ -121,6 +146,12 @@ class Splits:
     test: Split
     inputs: ModelInput  # images with the size, mean and std of the data set, or other leaves
     targets: TargetSpec | None  # None: targets have several leaves, or none
+
+    def check_by(self, check_targets: CheckTargets) -> "Splits":
+        """Return the same splits, whose targets are checked when user code makes them."""
+        splits = (replace(each, check_targets=check_targets) for each in (self.training, self.validation, self.test))
+        training, validation, test = splits
+        return Splits(training, validation, test, self.inputs, self.targets)
 
     @property
     def sources(self) -> list[BatchSource]:

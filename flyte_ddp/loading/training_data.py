@@ -38,9 +38,6 @@ class TrainingData(Protocol):
     preprocessing: Mapping[str, Any]  # fitted, for ``model.json``; empty if nothing was fitted
     user_code: tuple[str, ...]  # each ``package.module:callable`` in ``preprocessing``
 
-    def check_ranks(self, ranks: int, workers: int) -> None:
-        """Raise UserError if the data are too few for ``ranks`` with ``workers`` loader processes each."""
-
     def open_splits(self, hardware: Hardware, device: torch.device, settings: Settings) -> Splits:
         """Open this rank's splits, and start threads or processes that load samples. ``close`` of the result ends them.
 

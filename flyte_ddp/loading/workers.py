@@ -25,11 +25,12 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
+import threadpoolctl
+import torch
 from numpy.typing import NDArray
 
 from flyte_ddp.errors import MachineError, UserError
 from flyte_ddp.loading.batch_memory import BatchMemory, Layout, read_tree
-from flyte_ddp.loading.encoded import limit_threads
 from flyte_ddp.loading.loader_process import END, NAME, STARTED, Call, run_loader_server
 from flyte_ddp.loading.samples import Loaded, SampleLoader, load_into
 from flyte_ddp.lookahead import start_ahead
@@ -322,6 +323,12 @@ class LoaderThreads:
     def close(self) -> None:
         """Stop the threads, without waiting for threads that are downloading."""
         self.pool.shutdown(wait=False, cancel_futures=True)
+
+
+def limit_threads() -> None:
+    """Limit torch and OpenMP to one thread for work of the calling thread, until the thread ends."""
+    torch.get_num_threads()  # torch's first call in a thread sets its number of threads, so the limit comes after it
+    threadpoolctl.threadpool_limits(1, user_api="openmp")
 
 
 ImagePool = LoaderPool | LoaderThreads

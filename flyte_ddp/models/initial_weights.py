@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import catalog, storage
 from flyte_ddp.catalog import PretrainedWeights
-from flyte_ddp.datasets.identity import content_identity, digest_lines
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import file_digest, replace_file
 from flyte_ddp.models.parts import is_in_parts, split_part_names, unknown_part_error
 from flyte_ddp.progress import Progress
+from flyte_ddp.storage.identity import content_identity, digest_lines
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

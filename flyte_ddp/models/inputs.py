@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,17 @@ class InputSpec:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     crop_share: float = EVALUATION_SHARE  # side of the middle square for evaluations / shorter side of an encoded image
+    pictures: ClassVar[bool] = True
+
+    def shapes(self) -> tuple[int, int, int]:
+        return self.channels, self.height, self.width
+
+    def takes(self, found: "ModelInput") -> bool:
+        """Return whether images of the spec ``found`` fit this spec. Sizes may differ, and grey becomes colour."""
+        return isinstance(found, InputSpec) and found.channels in (1, self.channels)
+
+    def describe(self) -> str:
+        return f"images of {self.channels} channels"
 
 
 class LeafSpec(NamedTuple):
@@ -42,17 +53,21 @@ class LeavesSpec:
 
     form: str
     leaves: tuple[tuple[str, LeafSpec], ...]
+    pictures: ClassVar[bool] = False
 
     def shapes(self) -> Leaves:
         """Return the shape of the leaf of a sample, or a tuple or dict with the shapes of several leaves."""
         return restore_leaves(self.form, {name: leaf.shape for name, leaf in self.leaves})
 
-    def takes(self, found: "LeavesSpec") -> bool:
+    def takes(self, found: "ModelInput") -> bool:
         """Return whether samples of the spec ``found`` fit this spec. A size of None fits all sizes.
 
         Names and order of the leaves must be equal.
         """
-        if (self.form, [name for name, _ in self.leaves]) != (found.form, [name for name, _ in found.leaves]):
+        if isinstance(found, InputSpec) or (self.form, [name for name, _ in self.leaves]) != (
+            found.form,
+            [name for name, _ in found.leaves],
+        ):
             return False
         pairs = [(own, other) for (_, own), (_, other) in zip(self.leaves, found.leaves, strict=True)]
         return all(

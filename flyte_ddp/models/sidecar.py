@@ -8,8 +8,8 @@ from typing import Annotated, Any
 from flyte_ddp.catalog import CODE_OPTIONS
 from flyte_ddp.checks.parsing import JsonObject, parse_json
 from flyte_ddp.checks.records import Count, JsonRecord
-from flyte_ddp.datasets.preprocessing import TABLE
 from flyte_ddp.errors import UserError
+from flyte_ddp.samples.preprocessing import TABLE
 from flyte_ddp.user_code.source import are_current_sources
 from flyte_ddp.user_code.stored import StoredSpec
 

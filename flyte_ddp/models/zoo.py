@@ -61,14 +61,13 @@ def build_model(
             raise UserError(
                 f"model {name!r} is a model instance; name a function that returns a new model, or the model's class"
             )
-        shape = (spec.channels, spec.height, spec.width) if isinstance(spec, InputSpec) else spec.shapes()
-        given = select_arguments(own, {"num_classes": num_classes, "input_shape": shape})
+        given = select_arguments(own, {"num_classes": num_classes, "input_shape": spec.shapes()})
         require_options(f"model {name!r}", own, options, **given)
         model = own(**given, **options)
         if not isinstance(model, nn.Module):
             raise UserError(f"model {name!r} returned a {type(model).__name__}: must return a torch.nn.Module")
         return model
-    assert isinstance(spec, InputSpec)  # checked in flyte_ddp.datasets.prepared.refuse_unfit_settings
+    assert isinstance(spec, InputSpec)  # PreparedSet.check_settings rejects others
     try:
         if name in SMALL_MODELS:
             return SMALL_MODELS[name](num_classes, spec, **options)

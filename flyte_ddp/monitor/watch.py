@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flyte_ddp.datasets import open_prepared
+from flyte_ddp.datasets.encoded.samples import BadSamples
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import SIDECAR, WEIGHTS
-from flyte_ddp.loading.encoded import BadSamples
 from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.monitor.compare import SAMPLES, compare_columns, rate_samples
 from flyte_ddp.monitor.score import HeldOut, measure_score

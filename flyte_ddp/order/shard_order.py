@@ -14,7 +14,7 @@ so the order does not depend on the number of nodes or ranks.
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -206,6 +206,10 @@ class ShardOrder(sampling.Order):
             numbers = cycle[np.arange(epoch * taken, (epoch + 1) * taken) % len(cycle)]
         mixed = sampling.make_generator(sampling.WITHIN, self.splits.seed, epoch, shard).permutation(numbers)
         return np.asarray(self.firsts[shard] + mixed)
+
+
+SampleOrder: TypeAlias = sampling.ListedOrder | ShardOrder  # the orders of samples that have numbers
+Orders: TypeAlias = dict[str, SampleOrder]  # of "training", "validation" and "test"
 
 
 def slices_by_shard(ends: NDArray[np.int64], start: int, end: int) -> Iterator[tuple[int, slice]]:

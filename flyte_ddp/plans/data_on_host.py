@@ -6,14 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, is_whole
-from flyte_ddp.datasets.identity import digest_lines
 from flyte_ddp.datasets.prepared_folder import read_description
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import hold_lock
 from flyte_ddp.runs.work import Work
+from flyte_ddp.storage.identity import digest_lines
 from flyte_ddp.training.plan import TrainingJob
 
 
@@ -37,7 +36,7 @@ def find_data_on_host(work: Work, fetch_into: Callable[[Path], object] | None = 
     hp = cast("Hyperparameters", given.plan.hyperparameters)
     # Named by content, not by source. Prepared data of encoded images refer to addresses, so the addresses count, too.
     name = work.identity.data
-    if encoded_kind(hp.dataset):
+    if hp.encoded_kind:
         name = digest_lines([name, hp.dataset, hp.test_dataset])
     folder = work.settings.cache_folder / "prepared" / name
     with hold_lock(folder.parent, f"{name}.lock"):

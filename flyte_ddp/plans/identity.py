@@ -31,7 +31,7 @@ def run_name(hp: Hyperparameters, data_fingerprint: str, trigger: str = "") -> s
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
     kind, _, address = hp.dataset.partition(":")
     data = hp.dataset.replace(":", ".")
-    if catalog.encoded_kind(hp.dataset):  # only the last part of an address
+    if hp.encoded_kind:  # only the last part of an address
         last = address.rstrip("/").rpartition("/")[2].removesuffix(".json")
         data = f"{kind}.{re.sub(r'[^A-Za-z0-9_.-]+', '_', last)[:40]}"
     return "-".join((data, hp.model.replace(":", "."), digest))
@@ -75,7 +75,7 @@ def check_known_image_size(hp: Hyperparameters) -> None:
 
     Does nothing if the size of the images is not known yet.
     """
-    encoded = catalog.ENCODED_SIDE if catalog.encoded_kind(hp.dataset) else 0
+    encoded = catalog.ENCODED_SIDE if hp.encoded_kind else 0
     chosen = catalog.choose_side(hp.image_size, catalog.find_weights(hp.model, hp.init_from))
     if side := chosen or catalog.DATASETS.get(hp.dataset, encoded):
         catalog.check_image_size(hp.model, side, side)

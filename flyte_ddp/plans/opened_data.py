@@ -1,6 +1,6 @@
 """The prepared data of a training whose hyperparameters name the data set."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -8,26 +8,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets.prepared import (
-    PreparedSet,
-    count_training_classes,
-    refuse_too_few_shards,
-    resolve_class_names,
-)
-from flyte_ddp.datasets.preprocessing import TABLE
+from flyte_ddp.datasets.prepared import count_training_classes, open_splits, resolve_class_names
+from flyte_ddp.datasets.prepared_set import PreparedSet
 from flyte_ddp.datasets.rows import normalize_columns
-from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays, name_sample
 from flyte_ddp.errors import UserError
 from flyte_ddp.hardware import Hardware
 from flyte_ddp.loading.collate import widen_type
-from flyte_ddp.loading.opening import open_splits
 from flyte_ddp.loading.split import Splits
-from flyte_ddp.models.sidecar import MIDDLE
 from flyte_ddp.objectives.table_columns import TableColumns, list_inputs
 from flyte_ddp.order.sampling import Indices, Order
-from flyte_ddp.samples.leaves import Leaves
+from flyte_ddp.samples.leaves import Leaves, Ragged
+from flyte_ddp.samples.preprocessing import TABLE
 from flyte_ddp.settings import Settings
 
 TRIED_TOKENS = 10_000  # first tokens of the texts, on which a user-defined objective's weights are tried
@@ -40,22 +32,16 @@ class OpenedData:
     def __init__(self, hp: Hyperparameters, prepared: PreparedSet) -> None:
         self.hp, self.prepared = hp, prepared
         self.name, self.digest = hp.dataset, prepared.digest
-        self.crop = MIDDLE if encoded_kind(hp.dataset) else ""
-        self.preprocessing: Mapping[str, Any] = prepared.preprocessing if isinstance(prepared, SampleArrays) else {}
+        self.crop, self.preprocessing = prepared.crop, prepared.preprocessing
         self.user_code: tuple[str, ...] = tuple(
             self.preprocessing[key] for key in ("prepare", TABLE) if key in self.preprocessing
         )
-
-    def check_ranks(self, ranks: int, workers: int) -> None:
-        refuse_too_few_shards(self.prepared, self.hp, ranks=ranks, workers=workers)
 
     def open_splits(self, hardware: Hardware, device: torch.device, settings: Settings) -> Splits:
         return open_splits(self.prepared, self.hp, hardware, device, settings)
 
     def name_classes(self, *, of_numbers: bool) -> tuple[str, ...]:
-        # An image folder's names are no classes if a user's function has made the targets, which are numbers.
-        named = () if of_numbers and encoded_kind(self.hp.dataset) == "image_folder" else self.prepared.classes
-        return resolve_class_names(named, self.hp, of_numbers=of_numbers)
+        return resolve_class_names(self.prepared.class_names(of_numbers=of_numbers), self.hp, of_numbers=of_numbers)
 
     def count_classes(self, training: Order, classes: int) -> tuple[int, ...]:
         return () if self.hp.sample else count_training_classes(self.prepared, training, classes)
@@ -66,14 +52,21 @@ class OpenedData:
 
         Empty if user code or files hold the targets.
         """
-        sides = SIDES if isinstance(self.prepared, SampleArrays) and ":" not in self.hp.collate else {}
-        stored = {side: getattr(self.prepared, f"{side}_targets") for side in sides}
-        one = {side: each.values[np.newaxis] if isinstance(each, Ragged) else each for side, each in stored.items()}
+        one = {
+            side: each.values[np.newaxis] if isinstance(each, Ragged) else each for side, each in self.targets.items()
+        }
         return {side: targets for side, targets in one.items() if isinstance(targets, np.ndarray)}
+
+    @cached_property
+    def targets(self) -> dict[str, Leaves]:
+        """The stored targets of "train" and "test", by side. Empty if user code or files hold the targets."""
+        sides = () if ":" in self.hp.collate else SIDES
+        stored = {side: self.prepared.stored_leaves(side) for side in sides}
+        return {side: leaves[1] for side, leaves in stored.items() if leaves is not None}
 
     def check_stored_targets(self, check: Callable[[NDArray[Any]], None]) -> bool:
         for side, stored in self.stored_targets.items():
-            split, targets = SIDES[side], getattr(self.prepared, f"{side}_targets")
+            split, targets = SIDES[side], self.targets[side]
             try:
                 check(stored)
             except UserError as error:
@@ -87,7 +80,7 @@ class OpenedData:
 
     def iterate_stored_targets(self, batch_size: int) -> Iterator[torch.Tensor]:
         for side, stored in self.stored_targets.items():
-            is_ragged = isinstance(getattr(self.prepared, f"{side}_targets"), Ragged)
+            is_ragged = isinstance(self.targets[side], Ragged)
             tried = stored[:, :TRIED_TOKENS] if is_ragged else stored
             for rows in np.array_split(tried, -(-len(tried) // batch_size)):
                 batch = torch.tensor(rows)
@@ -100,7 +93,7 @@ class OpenedData:
         return bool(self.stored_targets) and not any(np.isnan(stored).any() for stored in self.stored_targets.values())
 
     def list_not_finite(self, validation: Order) -> Iterator[tuple[str, np.int32]]:
-        for file, row in self.prepared.not_finite.items() if isinstance(self.prepared, SampleArrays) else ():
+        for file, row in self.prepared.not_finite.items():
             sample = np.int32(row)
             if file.startswith("test_"):
                 yield "test", sample
@@ -110,19 +103,17 @@ class OpenedData:
                 yield "training", sample
 
     def name_sample(self, split: str, number: int) -> str:
-        return name_sample(self.prepared, split, number)
+        return self.prepared.name_sample(split, number)
 
     @cached_property
     def row_columns(self) -> dict[str, NDArray[Any]]:
         """The columns of the test rows as the user's code has read them, by name. Empty if no rows were kept."""
-        if not isinstance(self.prepared, SampleArrays) or not self.prepared.rows:
-            return {}
-        return normalize_columns(self.prepared.load_rows("test"))
+        rows = self.prepared.load_rows("test")
+        return {} if rows is None else normalize_columns(rows)
 
     def list_inputs(self, inputs: Leaves, samples: Indices) -> TableColumns:
         rows = {name: column[samples] for name, column in self.row_columns.items()}
         return list_inputs(inputs, self.preprocessing.get("columns", {}), rows)
 
     def list_notes(self) -> list[str]:
-        text = "The training data were a stream: each rank and each worker read different shards."
-        return [text] if encoded_kind(self.hp.dataset) == "stream" else []
+        return self.prepared.report_notes()

@@ -22,7 +22,7 @@ def resolve(hp: Hyperparameters) -> TrainingPlan:
     """Return the plan of a training, with the callables that the hyperparameters name. User code is not imported."""
     optimizer = OptimizerSettings.of(hp)
     if hp.grad_clip_norm < 0:
-        clipped = hp.model in catalog.SMALL_MODELS and catalog.encoded_kind(hp.dataset)
+        clipped = hp.model in catalog.SMALL_MODELS and hp.encoded_kind
         optimizer = replace(optimizer, grad_clip_norm=PHOTO_CLIP_NORM if clipped else 0.0)
     options, own_code = hp.parse_options(), hp.own_code("dataset")
     code_option = catalog.CODE_OPTIONS.get(hp.objective, "")

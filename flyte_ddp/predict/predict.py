@@ -19,10 +19,10 @@ from PIL import Image
 from torch import Tensor
 
 from flyte_ddp.datasets import open_prepared
+from flyte_ddp.datasets.encoded.samples import BadSamples
 from flyte_ddp.datasets.rows import MISSING
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
-from flyte_ddp.loading.encoded import BadSamples
 from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.models.sidecar import read_model_json
 from flyte_ddp.objectives import Classification, Multilabel, Objective, Segmentation

@@ -10,30 +10,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flyte_ddp.catalog import IGNORED
-from flyte_ddp.datasets.encoded_set import EncodedSet
-from flyte_ddp.datasets.image_folder import SUFFIXES, is_image, list_visible_files
-from flyte_ddp.datasets.prepared import ItemSet, PreparedSet
+from flyte_ddp.datasets.encoded import cropping
+from flyte_ddp.datasets.encoded.decoding import DecodingError, decode_image, decode_with_pillow
+from flyte_ddp.datasets.encoded.image_folder import SUFFIXES, is_image, list_visible_files
+from flyte_ddp.datasets.encoded.samples import BadSamples
+from flyte_ddp.datasets.prepared_set import Opening, PreparedSet
 from flyte_ddp.datasets.rows import MISSING, normalize_columns
 from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.datasets.table import UNKNOWN
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading import cropping
 from flyte_ddp.loading.collate import STACKED
-from flyte_ddp.loading.decoding import DecodingError, decode_image, decode_with_pillow
-from flyte_ddp.loading.encoded import BadSamples, limit_threads
-from flyte_ddp.loading.encoded_samples import EncodedSamples
-from flyte_ddp.loading.opening import open_encoded_test_split, open_item_test_split
-from flyte_ddp.loading.split import Split
+from flyte_ddp.loading.workers import limit_threads
 from flyte_ddp.lookahead import map_in_threads
 from flyte_ddp.machine.resources import count_cores
 from flyte_ddp.models import artifacts
-from flyte_ddp.models.inputs import InputSpec, LeavesSpec, ModelInput, explain_model_errors, prepare_inputs
+from flyte_ddp.models.inputs import InputSpec, LeavesSpec, explain_model_errors, prepare_inputs
 from flyte_ddp.models.sidecar import MIDDLE
 from flyte_ddp.objectives import objective_of_sidecar
 from flyte_ddp.objectives.objective import convert_outputs, map_floats
 from flyte_ddp.predict.new_rows import cast_leaf, make_model_inputs
-from flyte_ddp.samples.leaves import Leaves, call_with_leaves, form_of, name_leaves, restore_leaves
+from flyte_ddp.samples.leaves import IGNORED, Leaves, call_with_leaves, form_of, name_leaves, restore_leaves
 from flyte_ddp.settings import Settings
 
 WHOLE_NUMBERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -66,16 +62,19 @@ class SavedModel:
         self.bad_samples = int(self.hyperparameters.get("bad_samples", 0)) if bad_samples is None else bad_samples
         # Samples at a time: 500 images. Other inputs may be large, so the training's test batch size is used.
         evaluated = int(self.hyperparameters.get("test_batch_size", BATCH_SIZE))
-        self.batch_size = evaluated if isinstance(self.spec, LeavesSpec) else BATCH_SIZE
+        self.batch_size = BATCH_SIZE if self.spec.pictures else evaluated
 
     def unfit_data_error(self, what: str) -> UserError:
         accepted = self.sidecar.input.describe()
         return UserError(f"{what}, but the model accepts {accepted}; give data like the training data")
 
-    def takes(self, found: ModelInput) -> bool:
-        if isinstance(self.spec, InputSpec):
-            return isinstance(found, InputSpec) and found.channels in (1, self.spec.channels)
-        return not isinstance(found, InputSpec) and self.spec.takes(found)
+    def describe_opening(self, classes: int = 0, bad: BadSamples | None = None) -> Opening:
+        """Return how a test split is loaded for this model.
+
+        ``classes`` is the number of classes of encoded images. ``bad`` collects the images that cannot be decoded.
+        """
+        sample = str(self.hyperparameters.get("sample", ""))
+        return Opening(self.device, self.settings, self.spec, classes, sample, self.collate, self.seed, bad)
 
     def reorder_classes(self, names: Sequence[str]) -> None:
         """Set the order of classes and outputs to ``names``, which are the model's classes in another order."""
@@ -196,60 +195,37 @@ def read_prepared_split(
 
     Ids, ``batch_size`` and ``bad`` are as in :func:`read_test_split`, and so are the errors.
     """
-    names, spec = [*data.classes], model.spec
-    images: EncodedSamples | None = None
-    bad = BadSamples(model.bad_samples) if bad is None else bad
-    if isinstance(data, EncodedSet):
-        names = names or model.classes
-        if not isinstance(spec, InputSpec) or spec.channels != 3 or spec.height != spec.width:
-            raise model.unfit_data_error(f"dataset={data.name!r}: has colour images, which are cropped to squares")
-        sample = str(model.hyperparameters.get("sample", ""))
-        split, images = open_encoded_test_split(
-            data, spec, len(names), bad, sample=sample, device=model.device, settings=model.settings
-        )
-    else:
-        split = open_item_batches(model, data)
-    rows = describe_rows(data)
+    spec, bad = model.spec, BadSamples(model.bad_samples) if bad is None else bad
+    if data.crop and not (isinstance(spec, InputSpec) and spec.channels == 3 and spec.height == spec.width):
+        raise model.unfit_data_error(f"dataset={data.name!r}: has colour images, which are cropped to squares")
+    if isinstance(data, SampleArrays) and isinstance(spec, LeavesSpec):
+        data = cast_inputs(data, spec)
+    names = [*data.classes] or ([] if data.named_targets else model.classes)
+    split, found = data.open_test_split(model.describe_opening(len(names), bad))
+    if not spec.takes(found):
+        raise model.unfit_data_error(f"data set {data.name!r} has {found.describe()}")
+    read = data.load_rows("test")
+    rows = {} if read is None else normalize_columns(read)
     with closing(split.source):
         for place, (loaded, targets, keys) in split.load_evaluation_batches(batch_size or model.batch_size, 0, 1):
             samples = split.order.samples(place).tolist()
-            decoded = [not images or sample not in images.replaced for sample in samples]
+            replaced = split.source.replaced_samples()
+            decoded = [sample not in replaced for sample in samples]
             truths, others = list[str](), targets
             if names and isinstance(targets, Tensor) and targets.dim() == 1 and targets.dtype in WHOLE_NUMBERS:
                 truths, others = [name_class(data.name, label, names) for label in targets.tolist()], None
-            elif not isinstance(data, EncodedSet):  # classes of encoded images may be folders, not the user's names
+            elif data.named_targets:
                 others = order_targets(model, data.name, names, targets)
             if not all(decoded):
                 loaded = loaded[torch.tensor(decoded)]  # noqa: PLW2901
                 others = None if truths else hide_targets(others, decoded)
             for at, sample in enumerate(samples if truths else ()):
                 if not decoded[at]:  # truths[at] is a substitute's class; the true class may need the user's code
-                    label = images.read_label(sample) if images else None
+                    label = split.source.read_label(sample)
                     truths[at] = "" if label is None else names[label]
             ids, inputs = keys or [*map(str, samples)], prepare_inputs(loaded, spec)
             of_rows = {name: values[samples] for name, values in rows.items()}
             yield Batch(ids, truths or None, decoded, inputs, others, of_rows)
-
-
-def open_item_batches(model: SavedModel, data: ItemSet) -> Split:
-    """Open the test split of arrays or of a set on demand. The caller must close the split's source.
-
-    Inputs of arrays are converted to the model's types if no value changes. Raises UserError if the model does not
-    accept the inputs.
-    """
-    like = model.spec if isinstance(model.spec, LeavesSpec) else None
-    if like is not None and isinstance(data, SampleArrays):
-        data = cast_inputs(data, like)
-    split, found = open_item_test_split(data, model.collate, model.seed, model.device, model.threads, trained_spec=like)
-    if not model.takes(found):
-        what = f"images of {found.channels} channels" if isinstance(found, InputSpec) else found.describe()
-        raise model.unfit_data_error(f"data set {data.name!r} has {what}")
-    return split
-
-
-def describe_rows(data: PreparedSet) -> dict[str, NDArray[Any]]:
-    found = data.load_rows("test") if isinstance(data, SampleArrays) else None
-    return {} if found is None else normalize_columns(found)
 
 
 def cast_inputs(data: SampleArrays, spec: LeavesSpec) -> SampleArrays:

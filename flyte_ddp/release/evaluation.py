@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from flyte_ddp.datasets.prepared import PreparedSet
+from flyte_ddp.datasets.prepared_set import PreparedSet
 from flyte_ddp.errors import UserError
 from flyte_ddp.objectives import Classification, Multilabel, Objective
 from flyte_ddp.objectives.objective import list_floats, overrides

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flyte_ddp.datasets.prepared import PreparedSet, open_prepared
+from flyte_ddp.datasets.prepared import open_prepared
 from flyte_ddp.datasets.prepared_folder import TEST_DIGEST, read_description
+from flyte_ddp.datasets.prepared_set import PreparedSet
 from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.export.exporting import Comparison, export_model
 from flyte_ddp.export.graphs import NotExportedError
@@ -29,8 +30,6 @@ from flyte_ddp.release.samples import (
     SAMPLES,
     Digests,
     JudgedSamples,
-    identify_samples,
-    identify_tested,
     list_answers,
     match_once,
 )
@@ -68,7 +67,7 @@ class Judgement:
     def tested(self) -> Digests:
         """An identifying number for each evaluated test sample. Empty if the samples are not identified."""
         assert self.whole is not None
-        return identify_tested(self.split, self.whole)
+        return self.split.identify_tested(self.whole.ids)
 
     def identify_samples(self) -> JudgedSamples:
         """Return identifying numbers of training and test samples, with the challenger's answers on the test samples.
@@ -76,7 +75,7 @@ class Judgement:
         Call this after the challenger was evaluated.
         """
         assert self.whole is not None
-        return JudgedSamples(identify_samples(self.split, "train"), self.tested, list_answers(self.whole))
+        return JudgedSamples(self.split.identify_samples("train"), self.tested, list_answers(self.whole))
 
     def tell(self, text: str) -> None:
         Progress(self.model.settings.progress).print_note(f"judging: {text}")

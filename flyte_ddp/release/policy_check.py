@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.prepared import resolve_class_names
 from flyte_ddp.objectives import Facts, make_objective
@@ -24,7 +23,7 @@ def check_policy(policy: Policy, hp: Hyperparameters, profile: DataProfile, test
         test_ids: The ids of the test samples. If empty, the numbers of the samples are the ids.
     """
     samples = profile.test.samples
-    if policy.slices and encoded_kind(hp.dataset):
+    if policy.slices and hp.encoded_kind:
         read_slices(policy.slices)
     elif policy.slices:
         group_by_slice(policy.slices, test_ids or [*map(str, range(samples))], ())

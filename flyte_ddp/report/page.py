@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flyte_ddp.catalog import IGNORED
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
 from flyte_ddp.runs.metrics import (
@@ -28,6 +27,7 @@ from flyte_ddp.runs.metrics import (
     read_metrics,
 )
 from flyte_ddp.runs.run_folder import METRICS
+from flyte_ddp.samples.leaves import IGNORED
 from flyte_ddp.text import formatting
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ A leaf is an array, a tensor, or a list such as the tokens of a text.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,36 @@ from numpy.typing import NDArray
 from flyte_ddp.errors import UserError
 
 Leaves = Any
+IGNORED_TOKEN = -100  # in texts, the target at positions that do not count, as in torch's cross-entropy
+IGNORED = 255  # in masks, the class number of pixels that do not count
+
+
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """A leaf whose samples have different lengths. Sample i is ``values[ends[i - 1] : ends[i]]``."""
+
+    values: NDArray[Any]  # [sum of the lengths, ...]
+    ends: NDArray[np.int64]  # [N]
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, sample: Any) -> Any:  # a slice gives a list of arrays
+        if isinstance(sample, slice):
+            return [self[number] for number in range(*sample.indices(len(self)))]
+        return self.values[int(self.ends[sample - 1]) if sample else 0 : int(self.ends[sample])]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.values.dtype
+
+    @property
+    def shape(self) -> tuple[int | None, ...]:
+        return (len(self.ends), None, *self.values.shape[1:])
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.ends.nbytes
 
 
 def map_leaves(function: Callable[[Any], Any], leaves: Leaves) -> Leaves:

@@ -12,6 +12,7 @@ from flyte_ddp.errors import UserError
 if TYPE_CHECKING:
     from PIL import Image
 
+Pixels = NDArray[np.uint8]  # [H, W, C]
 BACKGROUND = (255, 255, 255)
 BITS_PER_SAMPLE = 258  # TIFF's tag
 

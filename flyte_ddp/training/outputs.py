@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
 from flyte_ddp.models import artifacts
-from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.models.sidecar import CLASSIFICATION, Digests, Metrics, Sidecar
 from flyte_ddp.objectives.objective import Objective, convert_outputs, list_floats, mean_losses
 from flyte_ddp.objectives.table_columns import (
@@ -141,7 +140,7 @@ def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
     with replace_file(work.output_folder / PREDICTIONS) as file:
         np.savez(file, **described)  # type: ignore[arg-type]  # NumPy's types have allow_pickle among the arrays
     if state.step >= LEAST_STEPS:
-        pictures, loaders = isinstance(state.spec, InputSpec), state.training.source.loaders
+        pictures, loaders = state.spec.pictures, state.training.source.loaders
         recorder.add_warning(describe_waiting(state.clock.seconds, state.hardware, loaders, pictures=pictures))
     notes = [*recorder.warnings, *list_report_notes(state, recorder.arithmetic, work.checkpoint)]
     if bad:
@@ -344,7 +343,7 @@ def describe_batches(state: TrainingState, objective: Objective, index: NDArray[
         answers, arrays = describe_answers(objective, convert_outputs(outputs, torch.float32), targets, len(places))
         arrays["values"] = np.array([*map(list, texts)], dtype=np.str_).reshape(len(places), len(values))
         arrays["names"] = np.array(names, dtype=np.str_)
-        if isinstance(state.spec, InputSpec):
+        if state.spec.pictures:
             arrays["images"] = inputs.cpu().numpy()
         yield DescribedBatch((*values,), answers, arrays)
 

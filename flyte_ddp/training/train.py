@@ -17,7 +17,7 @@ from flyte_ddp.hardware import choose_hardware
 from flyte_ddp.launch.supervise.rank import Rank
 from flyte_ddp.loading.split import Split
 from flyte_ddp.machine.resources import bf16_support
-from flyte_ddp.models.inputs import InputSpec, explain_model_errors
+from flyte_ddp.models.inputs import explain_model_errors
 from flyte_ddp.objectives.objective import convert_outputs
 from flyte_ddp.order import sampling
 from flyte_ddp.parallel.batch_norm import mean_running_statistics, restore_running_statistics
@@ -53,7 +53,6 @@ def train(rank: Rank) -> None:
     work, job = rank.work, cast("TrainingJob", rank.work.arguments)
     plan, loop, settings, data = job.plan, job.plan.loop, work.settings, job.plan.data.open(job.data)
     hardware = choose_hardware(plan.hardware, work.world, min(gather_objects(bf16_support(work.world.device_type))))
-    data.check_ranks(world_size(), settings.loaders or hardware.threads)
     state = TrainingState(plan, hardware, data, work.files.get(INITIAL_WEIGHTS), settings)
     with closing(state.splits), closing(Recorder(work.output_folder, state)) as recorder:
         state.stop_after_fraction(job.steps_divisor)
@@ -243,7 +242,7 @@ def compute_outputs(
         raise UserError(
             f"batch_size={loop.batch_size}: BatchNorm of model {name!r} gets a single value per channel in a batch: "
             "must be at least two values; choose a batch_size with another remainder"
-            + (", or a larger image_size" if isinstance(state.spec, InputSpec) else "")
+            + (", or a larger image_size" if state.spec.pictures else "")
             + ("" if loop.sync_batchnorm else ", or sync_batchnorm=true")
         ) from None
     state.objective.check_outputs(name, outputs, targets)

@@ -13,8 +13,8 @@ from torch import nn
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.hardware import Hardware
+from flyte_ddp.loading.split import Splits
 from flyte_ddp.loading.training_data import TrainingData
-from flyte_ddp.loading.worker_sources import WorkerSource
 from flyte_ddp.machine.clock import make_clock
 from flyte_ddp.machine.device_copy import copy_to_cpu
 from flyte_ddp.models.inputs import InputSpec, explain_model_errors, prepare_inputs
@@ -72,9 +72,7 @@ class TrainingState:
         self.user_sources = UserSources(plan.user_code, data.user_code)  # before user code runs, as in the digest
         self._open_splits()
         self.objective = build_objective(plan, data, self.training.order, self.splits.targets)
-        for source in self.splits.sources:
-            if isinstance(source, WorkerSource):  # user code makes the targets
-                source.check_targets = self.objective.check_targets
+        self._set_splits(self.splits.check_by(self.objective.check_targets))
         self.loss_exchange = RankExchange(why_not_comparable(loop.accumulation_steps, loop.mixup))
         # The order matters from here on. The model must have its final type, device and layers before anything refers
         # to its parameters. Then the strategy copies rank 0's weights to all ranks. Then the optimiser, the average and
@@ -112,8 +110,7 @@ class TrainingState:
     def _open_splits(self) -> None:
         """Open the splits, start their loaders, and set the numbers of steps and epochs and the model's ``spec``."""
         loop = self.plan.loop
-        self.splits = self.data.open_splits(self.hardware, self.device, self.settings)
-        self.training, self.validation, self.test = self.splits.training, self.splits.validation, self.splits.test
+        self._set_splits(self.data.open_splits(self.hardware, self.device, self.settings))
         self.steps_per_epoch = steps_per_epoch(len(self.training), loop.batch_size)
         self.total_steps = min(loop.epochs * self.steps_per_epoch, loop.max_steps or sys.maxsize)
         self.epochs = -(-self.total_steps // self.steps_per_epoch)  # the last epoch may end early
@@ -121,6 +118,10 @@ class TrainingState:
         self.spec = self.splits.inputs
         if isinstance(self.spec, InputSpec):
             self.spec = self.plan.model.choose_input(self.spec)
+
+    def _set_splits(self, splits: Splits) -> None:
+        self.splits = splits
+        self.training, self.validation, self.test = splits.training, splits.validation, splits.test
 
     def stop_after_fraction(self, steps_divisor: int) -> None:
         """Let training stop after 1 / ``steps_divisor`` of the steps, rounded up, by ``last_step`` and ``last_epoch``.

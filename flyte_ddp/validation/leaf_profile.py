@@ -15,18 +15,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.catalog import IGNORED, IGNORED_TOKEN
-from flyte_ddp.datasets.encoded_set import EncodedSet
-from flyte_ddp.datasets.on_demand_set import OnDemandSet
-from flyte_ddp.datasets.prepared import PreparedSet
+from flyte_ddp.datasets.item_set import ItemSet
+from flyte_ddp.datasets.items import Items
 from flyte_ddp.datasets.rows import normalize_columns
-from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays
+from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading.items import Items
 from flyte_ddp.loading.workers import call_for_each, make_pool
 from flyte_ddp.machine.resources import count_cores
 from flyte_ddp.order.random_state import keep_random_state
-from flyte_ddp.samples.leaves import Leaves, group_leaves, name_leaves
+from flyte_ddp.samples.leaves import IGNORED, IGNORED_TOKEN, Leaves, Ragged, group_leaves, name_leaves
 from flyte_ddp.settings import Settings
 from flyte_ddp.validation.profile import CLASSES, LABELS, MASKS, NUMBERS, OTHERS, TOKENS, DataProfile, SplitProfile
 
@@ -96,7 +93,7 @@ class ItemMeasurer:
 
 
 def measure_item_set(
-    data: PreparedSet, profile: DataProfile, settings: Settings, name_of: Callable[[str, int], str]
+    data: ItemSet, profile: DataProfile, settings: Settings, name_of: Callable[[str, int], str]
 ) -> list[Compared]:
     """Add all samples of training and test split to the profile, and return numbers, labels and digests of each split.
 
@@ -112,8 +109,7 @@ def measure_item_set(
     Raises:
         UserError: An item cannot be read, differs when read again, or has other leaves than training sample 0.
     """
-    assert not isinstance(data, EncodedSet)
-    if not isinstance(data, OnDemandSet):
+    if isinstance(data, SampleArrays):
         if isinstance(data.train_targets, np.ndarray):
             profile.target_shape = [*data.train_targets.shape[1:]]
         profile.targets = kind_of_targets(data.train_targets, data.classes, of_pictures=data.pictures)
@@ -145,13 +141,12 @@ def measure_item_set(
     return compared
 
 
-def measure_arrays(data: PreparedSet, side: str, profile: DataProfile) -> Iterator[PartProfile]:
+def measure_arrays(data: SampleArrays, side: str, profile: DataProfile) -> Iterator[PartProfile]:
     """Yield the counts and problems of a side, "train" or "test", in parts of up to 4,096 samples.
 
     ``profile`` gives kind of targets and classes. If the rows were kept, their columns are counted instead of the
     inputs.
     """
-    assert isinstance(data, SampleArrays)
     inputs, targets = (name_leaves(getattr(data, f"{side}_{kind}")) for kind in ("inputs", "targets"))
     samples: int = getattr(data, f"{side}_samples")
     read, names = read_row_columns(data, side), data.preprocessing.get("columns", {})

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -12,18 +11,15 @@ import numpy as np
 from scipy.stats import chi2_contingency
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets.encoded_set import EncodedSet
-from flyte_ddp.datasets.on_demand_set import OnDemandSet
-from flyte_ddp.datasets.prepared import open_prepared, order_test_split, resolve_class_names
-from flyte_ddp.datasets.sample_arrays import name_sample
+from flyte_ddp.datasets.encoded.decoding import DecodingError, decode_image, open_with_pillow
+from flyte_ddp.datasets.encoded.encoded_set import EncodedSet
+from flyte_ddp.datasets.encoded.samples import Encoded, ImageReader, map_samples
+from flyte_ddp.datasets.item_set import ItemSet
+from flyte_ddp.datasets.prepared import open_prepared, resolve_class_names
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading.decoding import DecodingError, decode_image, open_with_pillow
-from flyte_ddp.loading.encoded import Encoded, ImageReader, map_samples
-from flyte_ddp.loading.opening import open_image_reader
 from flyte_ddp.machine.resources import count_cores
 from flyte_ddp.order.sampling import Indices
 from flyte_ddp.settings import Settings
-from flyte_ddp.shards.index import ShardIndex
 from flyte_ddp.text.formatting import format_count, format_p_value, join_first
 from flyte_ddp.validation.leaf_profile import (
     FEW,
@@ -57,39 +53,28 @@ def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfi
     """
     data, settings = open_prepared(folder), settings or Settings()
     profile = DataProfile([*data.classes], SplitProfile(), SplitProfile(), 0, 0, [], {}, [], [])
-    if data.pictures and not isinstance(data, OnDemandSet):
-        profile.compared = "pixels"
-    if not isinstance(data, EncodedSet):
-        name_of: Callable[[str, int], str] = partial(name_sample, data)
-        add_equal_samples(profile, measure_item_set(data, profile, settings, name_of), name_of)
+    if isinstance(data, ItemSet):
+        if data.pictures and data.stored_leaves("train") is not None:
+            profile.compared = "pixels"
+        add_equal_samples(profile, measure_item_set(data, profile, settings, data.name_sample), data.name_sample)
         return profile
+    assert isinstance(data, EncodedSet)
+    profile.compared = "pixels"
     with ExitStack() as opened:
         readers, compared = dict[str, ImageReader](), list[Compared]()
         for split, source in zip(SPLITS, (data.train, data.test_source), strict=True):
-            readers[split] = opened.enter_context(closing(open_image_reader(source, settings)))
+            readers[split] = opened.enter_context(closing(data.open_reader(source, settings)))
 
         def name_image(split: str, number: int) -> str:
             return readers[split].read_sample(number).name
 
         for split, reader in readers.items():
-            numbers, threads = sample_numbers(data, split), settings.loaders or count_cores()
+            order, threads = data.order_test(), settings.loaders or count_cores()
+            numbers = data.list_training() if split == "training" else order.samples(slice(0, len(order)))
             parts = measure_encoded_images(reader, numbers, len(data.classes), threads)
             compared.append(add_split(profile, split, parts, name_image))
         add_equal_samples(profile, compared, name_image)
     return profile
-
-
-def sample_numbers(data: EncodedSet, split: str) -> Indices:
-    """Return the numbers of a split's samples, each once.
-
-    The split is "test" or "training". The training split includes validation, but no test samples.
-    """
-    order = order_test_split(data)
-    tests = order.samples(slice(0, len(order)))
-    if split == "test":
-        return tests
-    numbers = np.arange(int(data.train.counts.sum()) if isinstance(data.train, ShardIndex) else len(data.train.names))
-    return np.setdiff1d(numbers, tests) if data.test is None else numbers
 
 
 def measure_encoded_images(source: ImageReader, numbers: Indices, classes: int, threads: int) -> Iterator[PartProfile]:

@@ -13,9 +13,9 @@ from PIL import Image
 
 from flyte_ddp.datasets import fetch, fingerprint, image_arrays, open_arrays
 from flyte_ddp.datasets.custom import CustomSet, arrays_from_result
-from flyte_ddp.datasets.identity import content_identity
 from flyte_ddp.errors import UserCodeError, UserError
 from flyte_ddp.progress import Progress
+from flyte_ddp.storage.identity import content_identity
 
 
 @pytest.fixture

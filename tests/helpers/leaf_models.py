@@ -9,11 +9,12 @@ from sidecars import make_sidecar
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flyte_ddp.datasets.prepared import ItemSet
+from flyte_ddp.datasets.item_set import ItemSet
+from flyte_ddp.datasets.prepared_set import Opening
 from flyte_ddp.datasets.sample_arrays import SampleArrays, arrays
-from flyte_ddp.loading.opening import open_item_test_split
 from flyte_ddp.models.artifacts import save_model
 from flyte_ddp.samples.leaves import Leaves
+from flyte_ddp.settings import Settings
 
 TRAIN, TEST, TOKENS = 4, 23, 11
 
@@ -107,7 +108,7 @@ def save_untrained(
     """Return a model with new weights and the paths of its model.pt and model.json."""
     torch.manual_seed(0)
     module = model().eval()
-    split, spec = open_item_test_split(data, collate, 0, torch.device("cpu"), 0)
+    split, spec = data.open_test_split(Opening(torch.device("cpu"), Settings(loaders=1), collate=collate))
     split.source.close()
     sidecar = make_sidecar(
         spec,

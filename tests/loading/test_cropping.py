@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from flyte_ddp.loading import cropping
+from flyte_ddp.datasets.encoded import cropping
 
 SAMPLES = np.arange(4000)
 SMALL = np.random.default_rng(0).integers(0, 256, (4, 5, 3), dtype=np.uint8)

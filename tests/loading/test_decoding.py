@@ -13,8 +13,8 @@ import torchcodec.decoders
 from image_folders import stored
 from PIL import Image
 
-from flyte_ddp.loading import decoding
-from flyte_ddp.loading.decoding import DecodingError
+from flyte_ddp.datasets.encoded import decoding
+from flyte_ddp.datasets.encoded.decoding import DecodingError
 
 DECODERS = decoding.decode_with_torchcodec, decoding.decode_with_pillow
 BOTH = pytest.mark.parametrize("decode", DECODERS)

@@ -15,12 +15,12 @@ from served_shards import serve
 from surroundings import s3_environment
 from tars import shard_bytes
 
-from flyte_ddp.datasets.image_folder import list_images
+from flyte_ddp.datasets.encoded.image_folder import list_images
+from flyte_ddp.datasets.encoded.opening import start_pool
+from flyte_ddp.datasets.encoded.samples import BadSamples, Encoded, EncodedSamples, FileReader, ImageReader, ShardImages
 from flyte_ddp.datasets.prepared import SampleOrder
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading.encoded import BadSamples, Encoded, FileReader, ImageReader, ShardImages
-from flyte_ddp.loading.encoded_samples import EncodedSamples
-from flyte_ddp.loading.opening import start_pool
+from flyte_ddp.loading.user_functions import Augmentation
 from flyte_ddp.loading.worker_sources import WorkerImages
 from flyte_ddp.loading.workers import LoaderPool, LoaderThreads, make_pool
 from flyte_ddp.order.sampling import ListedOrder
@@ -98,7 +98,7 @@ def test_processes_load_what_threads_load(load: Load, tmp_path: Path, processes:
     }
     write_files(tmp_path, {**files, "1/16.png": b"no image", "2/2.png": b""})
     listed, order = list_images(str(tmp_path)), ListedOrder(np.arange(24))
-    options = {"bad": 2, "crop": "resized_crop", "seed": 5}
+    options = {"bad": 2, "augmentation": Augmentation("resized_crop", 5)}
     by_threads, by_processes = (
         load(FileReader(listed), [order], threads=2, processes=number, **options) for number in (0, processes)
     )

@@ -14,7 +14,7 @@ from training_runs import losses, notes
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
-from flyte_ddp.datasets.image_folder import list_images
+from flyte_ddp.datasets.encoded.image_folder import list_images
 from flyte_ddp.datasets.packing import pack_image_folder
 from flyte_ddp.errors import UserError
 from flyte_ddp.run import run_training

@@ -14,14 +14,13 @@ import torch
 from cli import HELPERS
 
 from flyte_ddp import arrays
+from flyte_ddp.datasets.items import ItemBatches, ItemLoader, Items, describe_items
 from flyte_ddp.datasets.on_demand_set import OnDemandSet
 from flyte_ddp.errors import MachineError, UserCodeError, UserError
 from flyte_ddp.loading import workers as loading_workers
 from flyte_ddp.loading.arrays import choose_store, open_array_batches
-from flyte_ddp.loading.items import ItemLoader, Items, describe_items
-from flyte_ddp.loading.samples import UserFunction
 from flyte_ddp.loading.split import TargetSpec
-from flyte_ddp.loading.worker_sources import ItemBatches
+from flyte_ddp.loading.user_functions import Augmentation, UserFunction
 from flyte_ddp.loading.workers import LoaderPool
 from flyte_ddp.machine import waiting
 from flyte_ddp.order.sampling import ListedOrder, take_slice
@@ -55,7 +54,8 @@ def loader_of(collate: str, augment: str = "", data: Any = None) -> ItemLoader:
     own = UserFunction("augment", f"item_sets:{augment}") if augment else None
     collate = collate if collate in ("padded", "stacked") else f"item_sets:{collate}"
     masked = "tokens" if collate == "padded" else None
-    return ItemLoader(Items(data or set_of("drawing"), "train"), collate, 5, augment=own, masked=masked)
+    augmentation = Augmentation("none", 5, own)
+    return ItemLoader(Items(data or set_of("drawing"), "train"), collate, 5, augmentation=augmentation, masked=masked)
 
 
 DRAWING = {
@@ -73,7 +73,7 @@ def load_epoch(source: ItemBatches, ranks: int, epoch: int | None) -> dict[int, 
     """Return what was drawn for each sample, in batches that the ranks share."""
     shares = [take_slice(batch, rank, ranks) for batch in BATCHES for rank in range(ranks)]
     for share in shares:
-        source.prefetch_batch(share, epoch)
+        source.begin(share, epoch)
     found = {}
     for share in shares:
         inputs = source.load_batch(share, epoch).inputs
@@ -144,7 +144,7 @@ def test_arrays_are_batched_as_their_items_are(name: str, collate: str) -> None:
     """So that training with an own augmentation, and evaluations without, give the model the same leaves."""
     data = getattr(leaf_tasks, name)("")
     facts = describe_items(data, "train", ORDER, collate, 0)
-    of_arrays = open_array_batches(CPU, data, "train", masked=facts.masked, augment="none", seed=0)
+    of_arrays = open_array_batches(CPU, data.train_inputs, data.train_targets, masked=facts.masked)
     items = ItemBatches(ItemLoader(Items(data, "train"), collate, 0, masked=facts.masked), None, CPU)
     for samples in (np.arange(8), np.array([40]), np.array([3, 3, 0])):
         for ours, theirs in zip(of_arrays.load_batch(samples)[:2], items.load_batch(samples, None)[:2], strict=True):
@@ -354,7 +354,7 @@ def test_the_memory_grows_and_a_batch_that_is_kept_is_not_overwritten(pool: Load
     before, kept = len(pool.memories), []
     for place, share in enumerate(shares):
         for later in shares[place : place + 4]:
-            source.prefetch_batch(later, 0)
+            source.begin(later, 0)
         batch = source.load_batch(share, 0)
         if place % 3 == 0:
             kept.append((share, batch))

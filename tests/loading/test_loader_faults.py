@@ -18,10 +18,9 @@ from image_folders import stored, write_files
 from PIL import Image
 from processes import children_of, wait_until
 
-from flyte_ddp.datasets.image_folder import list_images
+from flyte_ddp.datasets.encoded.image_folder import list_images
+from flyte_ddp.datasets.encoded.samples import BadSamples, Encoded, EncodedSamples, FileReader
 from flyte_ddp.errors import MachineError, StoppedError, UserError
-from flyte_ddp.loading.encoded import BadSamples, Encoded, FileReader
-from flyte_ddp.loading.encoded_samples import EncodedSamples
 from flyte_ddp.loading.worker_sources import WorkerImages
 from flyte_ddp.loading.workers import LoaderPool, LoaderThreads
 from flyte_ddp.machine.process import list_children, list_living_trees
@@ -111,7 +110,7 @@ def test_a_slow_picture_is_waited_for_and_the_others_keep_their_places(opened: O
     source, at_once = opened(2, Slow), opened(0)
     batches = SAMPLES[:12], SAMPLES[12:]
     for batch in batches:
-        source.prefetch_batch(batch, 0)
+        source.begin(batch, 0)
 
     def count_answers() -> int:
         source.pool.receive(wait=False)

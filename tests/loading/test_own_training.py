@@ -20,8 +20,8 @@ from training_runs import Train, notes, train_in
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
+from flyte_ddp.datasets.prepared import open_splits
 from flyte_ddp.errors import RankError, UserError
-from flyte_ddp.loading.opening import open_splits
 from flyte_ddp.loading.split import Splits
 from flyte_ddp.plans.opened_data import OpenedData
 from flyte_ddp.plans.resolve import detect_hardware, resolve

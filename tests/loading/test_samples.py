@@ -12,12 +12,12 @@ import pytest
 import torch
 from cli import HELPERS, ROOT
 
-from flyte_ddp.datasets import SampleArrays, image_arrays
+from flyte_ddp.datasets import SampleArrays
+from flyte_ddp.datasets.items import ItemImages, Items
 from flyte_ddp.errors import UserCodeError, UserError
 from flyte_ddp.loading.arrays import open_array_batches
-from flyte_ddp.loading.items import ItemImages, Items
-from flyte_ddp.loading.samples import UserFunction, find_seeded_transforms
 from flyte_ddp.loading.split import TargetSpec
+from flyte_ddp.loading.user_functions import Augmentation, UserFunction, find_seeded_transforms
 from flyte_ddp.loading.worker_sources import WorkerImages
 from flyte_ddp.loading.workers import LoaderPool, pickle_with_mapped_files
 from flyte_ddp.models.inputs import InputSpec
@@ -57,7 +57,7 @@ def array_images(
     items = Items(SampleArrays("", images, targets, images, targets), "train")
     height, width, channels = images.shape[1:]
     spec = InputSpec(channels, height, width, (0.5,) * channels, (0.5,) * channels)
-    return ItemImages(items, spec, kind, seed, augment=own, image_size=image_size)
+    return ItemImages(items, spec, kind, seed, augmentation=Augmentation("none", seed, own), image_size=image_size)
 
 
 def loader_of(name: str, targets: np.ndarray | None = None, **sizes: Any) -> ItemImages:
@@ -75,7 +75,7 @@ def two_epochs(loader: ItemImages, pool: LoaderPool | None, ranks: int) -> torch
         batches = [order[start : start + 16] for start in range(0, 40, 16)]
         parts = [take_slice(batch, rank, ranks) for batch in batches for rank in range(ranks)]
         for part in parts:
-            source.prefetch_batch(part, epoch)
+            source.begin(part, epoch)
         found += [source.load_batch(part, epoch) for part in parts]
     return torch.cat([batch.inputs for batch in found]).view(2, 40, 8, 8, 1)
 
@@ -148,8 +148,7 @@ def test_masks_move_with_their_images() -> None:
     assert torch.equal(bright(found.inputs), found.targets)
     mirrored = (found.inputs.numpy() != images).any(axis=(1, 2, 3)).sum()
     assert 8 < mirrored < 32
-    data = image_arrays(images, masks, images, masks, ["a", "b"])
-    source = open_array_batches(CPU, data, "train", masked=None, augment="crop_flip", seed=3)
+    source = open_array_batches(CPU, images, masks, pictures=True, augmentation=Augmentation("crop_flip", 3))
     shifted = source.load_batch(np.arange(40), 0)
     covered = shifted.targets != 255
     assert torch.equal(bright(shifted.inputs)[covered], shifted.targets[covered])

@@ -19,13 +19,19 @@ from processes import processes_with, wait_until
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
+from flyte_ddp.datasets.encoded.samples import BadSamples, EncodedSamples, ShardImages
+from flyte_ddp.datasets.encoded.streams import (
+    RankStream,
+    StreamImages,
+    StreamOrder,
+    order_worker_shards,
+    read_shard_samples,
+)
 from flyte_ddp.datasets.packing import pack_source
-from flyte_ddp.datasets.prepared import refuse_too_few_shards
+from flyte_ddp.datasets.prepared import open_splits
 from flyte_ddp.errors import MachineError, RankLostError, UserError
-from flyte_ddp.loading.encoded import BadSamples, ShardImages
-from flyte_ddp.loading.encoded_samples import EncodedSamples
-from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder, order_worker_shards, read_shard_samples
 from flyte_ddp.machine import waiting
+from flyte_ddp.plans.resolve import detect_hardware
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardReader
@@ -195,7 +201,6 @@ def test_weights_are_refused_before_a_rank_starts_and_more_readers_than_shards_b
         patch.setattr("importlib.util.find_spec", lambda _: None)
         with pytest.raises(UserError, match="streams need webdataset, which is not installed"):
             train(hp, tmp_path / "without", loaders=1, launch=launch)
-    with pytest.raises(UserError, match="has 16 training shards for 2 ranks x 9 workers"):
-        refuse_too_few_shards(
-            open_prepared(fetch(hp.dataset, "", tmp_path / "data", progress="off")), hp, ranks=2, workers=9
-        )
+    data = open_prepared(fetch(hp.dataset, "", tmp_path / "data", progress="off"))
+    with pytest.raises(UserError, match="has 16 training shards for 1 ranks x 17 workers"):
+        open_splits(data, hp, detect_hardware(hp), torch.device("cpu"), quiet(tmp_path, loaders=17))

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from flyte_ddp import arrays, on_demand
+from flyte_ddp.datasets.items import ItemLoader, Items
 from flyte_ddp.errors import MachineError
-from flyte_ddp.loading.items import ItemLoader, Items
-from flyte_ddp.loading.samples import UserFunction
+from flyte_ddp.loading.user_functions import Augmentation, UserFunction
 from flyte_ddp.machine import waiting
 from flyte_ddp.machine.waiting import limit_wait
 
@@ -140,7 +140,7 @@ def test_a_function_that_never_returns_is_named(setting: str) -> None:
         Items(arrays((np.zeros((4, 2)), np.zeros(4)), (np.zeros((1, 2)), np.zeros(1))), "train"),
         spec if setting == "collate" else "stacked",
         0,
-        augment=UserFunction("augment", spec) if setting == "augment" else None,
+        augmentation=Augmentation(function=UserFunction("augment", spec) if setting == "augment" else None),
     )
     with pytest.raises(MachineError, match=f"^{setting}='{spec}' on train sample 2.* was not ready within 1 s"):
         loader.load_items([2, 3], 0)

@@ -25,8 +25,8 @@ from flyte_ddp import catalog
 from flyte_ddp.catalog import TORCHVISION_ADDRESS, PretrainedWeights, find_weights
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
+from flyte_ddp.datasets.encoded.cropping import crop_to_square
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading.cropping import crop_to_square
 from flyte_ddp.models import zoo
 from flyte_ddp.models.initial_weights import fetch_weights, load_initial_weights, torch_hub_folder
 from flyte_ddp.models.inputs import InputSpec, prepare_inputs

@@ -13,7 +13,7 @@ from training_runs import cut_off, losses, train_in
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import image_arrays, open_arrays, open_prepared
-from flyte_ddp.datasets.prepared import check_prepared_set, count_training_classes, order_splits, order_training
+from flyte_ddp.datasets.prepared import check_prepared_set, count_training_classes, order_training
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.errors import UserError
 from flyte_ddp.order.sampling import Indices, ListedOrder
@@ -103,7 +103,7 @@ def test_epochs_of_other_lengths_are_refused() -> None:
 def test_held_out_samples_are_those_of_any_other_run_and_never_drawn(weighted_digits: Path) -> None:
     data = open_arrays(weighted_digits)
     for sampling in KINDS:
-        orders = order_splits(data, Hyperparameters(validation_fraction=0.5, seed=1))
+        orders = data.order_splits(validation_fraction=0.5, seed=1, shuffle_shards=16)
         order = order_training(data, orders["training"], sampling)
         drawn = {*epochs(order, 5).tolist()}
         assert drawn <= {*orders["training"].samples(slice(None)).tolist()}

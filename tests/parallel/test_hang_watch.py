@@ -15,8 +15,8 @@ from ranks import run_ranks
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flyte_ddp.datasets.encoded.streams import StreamImages
 from flyte_ddp.launch.supervise.report import Cause, make_failure_report
-from flyte_ddp.loading.streams import StreamImages
 from flyte_ddp.machine.clock import Clock
 from flyte_ddp.parallel.distributed import broadcast_object, copy_from_rank_0, gather_objects, sum_over_ranks
 from flyte_ddp.parallel.hang_watch import HangWatch, watch_collectives

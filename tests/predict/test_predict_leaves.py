@@ -14,9 +14,10 @@ from training_runs import QUIET
 
 from flyte_ddp import arrays
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
+from flyte_ddp.datasets.prepared_set import Opening
 from flyte_ddp.datasets.sample_arrays import SampleArrays
-from flyte_ddp.loading.opening import open_item_test_split
 from flyte_ddp.models.inputs import LeafSpec, LeavesSpec
+from flyte_ddp.settings import Settings
 
 TEXTS = [[1, 2, 3], [4], [5, 6]]
 
@@ -65,5 +66,7 @@ def test_the_mask_is_of_the_input_that_had_lengths_in_training() -> None:
     """A single new row has one length only, and its numbers come first."""
     like = LeavesSpec("dict", (("numbers", LeafSpec((2,), "float")), ("words", LeafSpec((None,), "int64"))))
     side = {"numbers": np.ones((1, 2)), "words": [[4, 5, 6]]}, None
-    split, _ = open_item_test_split(arrays(side, side), "padded", 0, torch.device("cpu"), 1, trained_spec=like)
+    split, _ = arrays(side, side).open_test_split(
+        Opening(torch.device("cpu"), Settings(loaders=1), like, collate="padded")
+    )
     assert split.load_batch(np.array([0])).inputs["mask"].shape == (1, 3)

@@ -17,8 +17,8 @@ from training_runs import QUIET, train_in
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import image_arrays, open_arrays
-from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
+from flyte_ddp.datasets.prepared_set import PreparedSet
 from flyte_ddp.errors import UnreachableError, UserError, install_hint
 from flyte_ddp.models.artifacts import save_model
 from flyte_ddp.models.sidecar import Sidecar

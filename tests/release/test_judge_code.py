@@ -11,7 +11,7 @@ from training_runs import QUIET, train_in
 
 from flyte_ddp import load_champion
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.loading.samples import UserFunction
+from flyte_ddp.loading.user_functions import UserFunction
 from flyte_ddp.models.artifacts import load_model
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.run import Result

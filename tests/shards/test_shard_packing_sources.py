@@ -12,7 +12,7 @@ from served_shards import contents
 from surroundings import object_stores
 
 from flyte_ddp.datasets import open_arrays
-from flyte_ddp.datasets.image_folder import list_images
+from flyte_ddp.datasets.encoded.image_folder import list_images
 from flyte_ddp.datasets.packing import pack_image_folder, pack_source
 from flyte_ddp.errors import UserError
 from flyte_ddp.shards.dataset import ShardDataset

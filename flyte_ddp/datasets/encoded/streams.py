@@ -20,17 +20,24 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets.encoded import cropping
+from flyte_ddp.datasets.encoded.opening import sample_options
+from flyte_ddp.datasets.encoded.samples import BadSamples, Encoded, EncodedSamples, ShardImages
+from flyte_ddp.datasets.encoded.shard_set import ShardSet
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading import cropping
-from flyte_ddp.loading.decoding import Pixels
-from flyte_ddp.loading.encoded import Encoded
-from flyte_ddp.loading.encoded_samples import EncodedSamples
-from flyte_ddp.loading.split import Batch, BatchSource
+from flyte_ddp.loading.split import Batch, BatchSource, CheckTargets, Split
+from flyte_ddp.loading.user_functions import Augmentation
 from flyte_ddp.lookahead import start_ahead
 from flyte_ddp.machine import process
 from flyte_ddp.machine.device_copy import copy_to_device
 from flyte_ddp.machine.waiting import limit_wait
 from flyte_ddp.order.sampling import ORDER, Indices, Order, make_generator
+from flyte_ddp.order.shard_order import ShardOrder
+from flyte_ddp.parallel.distributed import rank, world_size
+from flyte_ddp.samples.pictures import Pixels
+from flyte_ddp.settings import Settings
+from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardReader
 
 WORKER_BATCH = 16  # samples that a worker sends at a time: one at a time is slow
@@ -78,7 +85,12 @@ class StreamImages(BatchSource):
         self.samples: Iterator[tuple[Pixels, int]] | None = None  # the rank's stream, once it has begun
         self.last: tuple[bytes, Batch] | None = None  # the last batch, with the bytes of its numbers
 
-    def load_batch(self, samples: Indices, epoch: int | None) -> Batch:  # noqa: ARG002
+    def load_batch(  # the targets are class numbers, which each worker has checked
+        self,
+        samples: Indices,
+        epoch: int | None,  # noqa: ARG002
+        check_targets: CheckTargets | None = None,  # noqa: ARG002  # each worker checks the class numbers
+    ) -> Batch:
         """Return the stream's next ``len(samples)`` images uint8 [n, size, size, 3] and labels, on the device.
 
         The numbers in ``samples`` do not choose the images. A call with the ``samples`` of the last call returns the
@@ -216,8 +228,10 @@ def decode_and_crop(stream: RankStream, samples: Iterable[tuple[int, Encoded]]) 
                 raise UserError(f"{encoded.name}: no sample of this worker can be decoded ({reason})")
             continue
         (pixels, label), failures_in_a_row, draws = loaded, 0, None
-        if loader.crop == "resized_crop":
-            [draws] = cropping.draw_crops(loader.seed, passes, np.array([zlib.crc32(encoded.name.encode())]))
+        if loader.augmentation.kind == cropping.RESIZED_CROP:
+            [draws] = cropping.draw_crops(
+                loader.augmentation.seed, passes, np.array([zlib.crc32(encoded.name.encode())])
+            )
         yield (
             np.ascontiguousarray(cropping.crop_to_square(pixels, loader.size, draws, loader.evaluation_crop_fraction)),
             label,
@@ -238,3 +252,17 @@ def forward_error_as_value(batches: Iterable[Any]) -> Iterator[Any]:
 def worker_number_and_count() -> tuple[int, int]:
     info = get_worker_info()
     return (info.id, info.num_workers) if info else (0, 1)
+
+
+def open_training_stream(
+    data: ShardSet, training: ShardOrder, hp: Hyperparameters, device: torch.device, settings: Settings
+) -> Split:
+    """Open this rank's stream of the training shards. ``settings.loaders`` processes start at the first batch."""
+    shards = np.flatnonzero(training.available)  # without empty shards: a worker needs samples
+    ours = replace(data.train, shards=[data.train.shards[number] for number in shards[rank() :: world_size()]])
+    reader = ShardReader(ours, ShardCache(settings.cache_folder, settings.cache_bytes), most_open=1)
+    augmentation, bad = Augmentation.of(hp.augment, hp.seed), BadSamples(hp.bad_samples)
+    loader = EncodedSamples(ShardImages(reader), [], bad, **sample_options(data, hp), augmentation=augmentation)
+    samples = max(1, len(training) // hp.batch_size) * hp.batch_size
+    stream = RankStream(reader, loader, rank(), settings.loaders, hp.shuffle_buffer)
+    return Split(StreamImages(stream, device), StreamOrder(samples))

@@ -3,39 +3,46 @@
 Also describes the properties that all items share.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import cached_property, partial
+from functools import partial
 from statistics import fmean
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from flyte_ddp.catalog import IMAGENET
-from flyte_ddp.datasets.custom import convert_sample
-from flyte_ddp.datasets.on_demand_set import OnDemandSet, read_user_item, split_item, unwrap
-from flyte_ddp.datasets.prepared import ItemSet
-from flyte_ddp.datasets.sample_arrays import SampleArrays, require_identifiers
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets.item_set import ItemSet
+from flyte_ddp.datasets.prepared_set import Opening
+from flyte_ddp.datasets.sample_arrays import require_identifiers
 from flyte_ddp.errors import UserError
+from flyte_ddp.loading.arrays import open_array_batches
+from flyte_ddp.loading.batch_memory import BatchMemory
 from flyte_ddp.loading.collate import PADDED, STACKED, Samples, Types, batch_samples
-from flyte_ddp.loading.samples import (
+from flyte_ddp.loading.samples import SampleLoader
+from flyte_ddp.loading.split import Batch, BatchSource, CheckTargets, Split, Splits, TargetSpec
+from flyte_ddp.loading.user_functions import (
+    NO_AUGMENTATION,
+    Augmentation,
     Sample,
-    SampleLoader,
     UserFunction,
-    augment_sample,
     derive_target_spec,
-    find_seeded_transforms,
     require_target,
-    seed_for,
 )
-from flyte_ddp.loading.split import TargetSpec
+from flyte_ddp.loading.worker_sources import WorkerImages, WorkerSource, check_each_target
+from flyte_ddp.loading.workers import LoaderPool, make_pool
+from flyte_ddp.machine.device_copy import copy_to_device
+from flyte_ddp.machine.resources import count_cores
 from flyte_ddp.machine.waiting import limit_wait
 from flyte_ddp.models.inputs import InputSpec, LeafSpec, LeavesSpec, ModelInput
 from flyte_ddp.order.random_state import keep_random_state
-from flyte_ddp.order.sampling import Order
+from flyte_ddp.order.sampling import Indices, Order
+from flyte_ddp.order.shard_order import Orders
 from flyte_ddp.samples.leaves import Leaves, form_of, map_leaves, name_leaves
 
 LOOKED_AT = 16
@@ -48,52 +55,20 @@ BATCH_TYPES: dict[str, np.dtype[Any]] = {
 TYPES = {"float": "float", "bool": "bool", "int": "int64"}  # of a LeafSpec, by a part of torch's or NumPy's name
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Items:
-    """The items of a side ("train" or "test"), in arrays or read by user code."""
+    """The items of a side ("train" or "test") of a data set."""
 
     data: ItemSet
     side: str
 
-    def __reduce__(self) -> tuple[Any, ...]:  # without ``opened``, because each process opens the data set itself
-        return Items, (self.data, self.side)
-
-    @cached_property
-    def opened(self) -> tuple[Any, list[Any]]:
-        """The user's map-style data set, and the transforms in it that must be seeded. Created at the first use."""
-        assert isinstance(self.data, OnDemandSet)
-        samples = getattr(self.data.sets, self.side)
-        seeded = [each for wrapped in unwrap(samples) for each in find_seeded_transforms(wrapped, "__getitem__")]
-        return samples, seeded
-
     def read_item(self, sample: int, seed: int, epoch: int | None) -> tuple[Leaves, Leaves]:
-        """Return inputs and targets of an item. Pictures are uint8 [H, W, C].
-
-        If user code reads the item, first seeds the global random generators, and does not restore them. The seed
-        depends on ``seed``, ``epoch`` (None counts as 0) and the number of the sample.
-
-        Raises:
-            UserError: The item is no pair of inputs and targets, or its picture is unfit.
-            UserCodeError: User code fails.
-            MachineError: User code does not return within FLYTE_DDP_TIMEOUT.
-        """
-        if isinstance(self.data, SampleArrays):
-            sides = (getattr(self.data, f"{self.side}_{kind}") for kind in ("inputs", "targets"))
-            inputs, targets = (map_leaves(lambda leaf: leaf[sample], leaves) for leaves in sides)
-            return inputs, targets
-        samples, transforms = self.opened
-        where = f"dataset={self.data.name!r}: {self.side} sample {sample}"
-        seed_for("dataset", seed, epoch or 0, sample, transforms)
-        try:
-            pair = split_item(read_user_item(where, samples, sample))
-        except ValueError as error:
-            raise UserError(f"{where} {error}") from None
-        return convert_sample(where, pair) if self.data.pictures else pair
+        return self.data.read_item(self.side, sample, seed, epoch)
 
     def name_samples(self, samples: Sequence[int]) -> list[str]:
         """Return the ids of the samples, or [] if the data set has no ids."""
-        ids = getattr(self.data, f"{self.side}_ids", None)
-        return [] if ids is None else ids[samples].tolist()
+        ids = self.data.ids(self.side)
+        return [] if ids is None else ids[[*samples]].tolist()
 
 
 @dataclass(eq=False)
@@ -104,7 +79,7 @@ class ItemLoader:
     collate: str  # the hyperparameter
     seed: int
     _: KW_ONLY
-    augment: UserFunction | None = None
+    augmentation: Augmentation = NO_AUGMENTATION
     masked: str | None = None  # name of the input whose mask a padded batch has
     types: Types | None = None  # of leaves in all batches
 
@@ -157,13 +132,16 @@ class ItemLoader:
             raise UserError(f"{own} returned targets {list(targets.shape)} for {where}: {rule}")
         return inputs, targets
 
+    def open_source(self, pool: LoaderPool | None, device: torch.device) -> BatchSource:
+        return ItemBatches(self, pool, device)
+
     def load_item(self, sample: int, epoch: int | None, name: str) -> tuple[Leaves, Leaves]:
         """Return inputs and targets of a sample. Unless ``epoch`` is None, the user's augmentation changes them.
 
         User code gets copies, so the data set is not changed. ``name`` names the sample in errors.
         """
         inputs, targets = self.items.read_item(sample, self.seed, epoch)
-        augment = self.augment if epoch is not None else None
+        augment = self.augmentation.function if epoch is not None else None
         if augment is not None or self.own_collate is not None:
             # Copied, because user code may change samples in place, and a data set may hold its samples in memory.
             inputs, targets = (map_leaves(copy_leaf, side) for side in (inputs, targets))
@@ -171,6 +149,46 @@ class ItemLoader:
             return inputs, targets
         augment.seed(self.seed, epoch, sample)
         return augment.call_pair(name, inputs, targets)
+
+
+class ItemBatches(WorkerSource):
+    """Source of batches of items. Each batch is loaded and collated by a single loader process."""
+
+    def __init__(self, loader: ItemLoader, pool: LoaderPool | None, device: torch.device) -> None:
+        super().__init__(pool, device)
+        self.loader = loader
+        self.batches_ahead = 2 * pool.number if pool else 0  # each process then has a next task waiting
+
+    def submit_batch(self, pool: LoaderPool, samples: Indices, epoch: int | None) -> tuple[BatchMemory, int]:
+        return pool.submit_call(self.loader.load_items, samples.tolist(), epoch)
+
+    def load_batch(self, samples: Indices, epoch: int | None, check_targets: CheckTargets | None = None) -> Batch:
+        """Wait for samples as a collated batch on the device, or load them here without a pool.
+
+        A leaf without numbers stays unchanged, unless the leaf has a method ``to``.
+
+        Raises:
+            UserError: A sample or its target is unfit.
+        """
+        if self.pool is None:
+            with keep_random_state():
+                inputs, targets = self.loader.load_items(samples.tolist(), epoch)
+        else:
+            inputs, targets = self.pool.take_result(self.take_pending(samples, epoch))
+        ids = self.loader.items.name_samples(samples.tolist())
+        if check_targets is not None and isinstance(targets, (np.ndarray, Tensor)):
+            names = [f"{self.loader.items.side} {sample}" for sample in ids or samples.tolist()]
+            check_each_target(check_targets, np.asarray(targets), names)
+        inputs, targets = tree_map(self.put_on_device, (inputs, targets))
+        return Batch(inputs, targets, ids)
+
+    def put_on_device(self, value: Any) -> Any:
+        """Return an array of numbers, a tensor, or an object with ``to`` on the device. Other values are unchanged."""
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+            value = torch.from_numpy(value)
+        if isinstance(value, Tensor):
+            return copy_to_device(value, self.device)
+        return value.to(self.device) if hasattr(value, "to") else value  # such as torch-geometric's batches
 
 
 @dataclass(eq=False)
@@ -182,13 +200,16 @@ class ItemImages(SampleLoader):
     targets: TargetSpec
     seed: int
     _: KW_ONLY
-    augment: UserFunction | None = None  # may return images of the same size, or of ``image_size`` unless that is 0
+    augmentation: Augmentation = NO_AUGMENTATION  # a function may return images of ``image_size`` unless that is 0
     image_size: int = 0
 
     def __post_init__(self) -> None:
         size = (self.spec.height, self.spec.width, self.spec.channels)
         own = (self.image_size, self.image_size, self.spec.channels)
         self.sizes = (size, own) if self.image_size else (size,)
+
+    def open_source(self, pool: LoaderPool | None, device: torch.device) -> BatchSource:
+        return WorkerImages(self, pool, device)
 
     def make_loads(self, samples: Sequence[int], epoch: int | None) -> list[Callable[[], Sample]]:
         return [partial(self.load_sample, sample, epoch) for sample in samples]
@@ -202,9 +223,9 @@ class ItemImages(SampleLoader):
         own, where = f"dataset={self.items.data.name!r}: {self.items.side}", f"sample {sample}"
         image, target = self.items.read_item(sample, self.seed, epoch)
         loaded = Sample(image, np.asarray(target), "")
-        if self.augment is not None and epoch is not None:
-            own = str(self.augment)
-            loaded = augment_sample(self.augment, loaded, (self.seed, epoch, sample), where)
+        if self.augmentation.function is not None and epoch is not None:
+            own = str(self.augmentation.function)
+            loaded = self.augmentation.augment_sample(loaded, sample, epoch, where)
         if loaded.image.shape not in self.sizes:
             sizes = " or ".join(str(list(size)) for size in self.sizes)
             found = f"{own} returned {list(loaded.image.shape)} as the image of {where}"
@@ -256,8 +277,9 @@ def describe_items(
     """
     if data.pictures:
         return describe_images(data, side, order, seed, classes)
-    if isinstance(data, SampleArrays) and ":" not in collate:
-        inputs, targets = describe_leaves(data.train_inputs), describe_leaves(data.train_targets)
+    stored = data.stored_leaves("train")
+    if stored is not None and ":" not in collate:
+        inputs, targets = map(describe_leaves, stored)
     else:
         loader = ItemLoader(Items(data, side), collate if ":" in collate else STACKED, seed)
         places = np.unique(np.linspace(0, len(order) - 1, LOOKED_AT, dtype=np.int64)).tolist()
@@ -290,9 +312,10 @@ def describe_images(data: ItemSet, side: str, order: Order, seed: int, num_class
     Of a set on demand, reads the first picture of ``order`` by user code. If such a set has no class names,
     ``num_classes`` is the number of classes.
     """
-    if isinstance(data, SampleArrays):
-        _, height, width, channels = data.train_inputs.shape
-        targets = TargetSpec(data.train_targets.dtype, data.train_targets.shape[1:], len(data.classes))
+    if (stored := data.stored_leaves("train")) is not None:
+        inputs, labels = stored
+        _, height, width, channels = inputs.shape
+        targets = TargetSpec(labels.dtype, labels.shape[1:], len(data.classes))
         return ItemFacts(InputSpec(channels, height, width, data.mean, data.std), targets)
     first = int(order.samples(slice(0, 1))[0])
     with keep_random_state():
@@ -343,3 +366,98 @@ def spec_of_single_target(targets: LeavesSpec) -> TargetSpec | None:
         return None
     dtype = np.dtype({"float": np.float32, "bool": np.bool_}.get(leaf.dtype, np.int64))
     return TargetSpec(dtype, tuple(1 if size is None else size for size in leaf.shape), varies=None in leaf.shape)
+
+
+def open_splits(data: ItemSet, orders: Orders, hp: Hyperparameters, device: torch.device, workers: int) -> Splits:
+    """Open this rank's splits of a set of items.
+
+    If items, augmentation or collate are user-defined, starts ``workers`` processes (on Linux). Without user code,
+    starts no process. If items or collate are user-defined, first reads up to 16 samples in this process.
+
+    Raises:
+        UserError: ``mixup`` cannot mix the inputs, samples do not fit together, or user code cannot be imported.
+        UserCodeError: User code fails on a sample that is read here.
+    """
+    augmentations = {"train": Augmentation.of(hp.augment, hp.seed), "test": NO_AUGMENTATION}
+    facts = describe_items(data, "train", orders["training"], hp.collate, hp.seed, classes=hp.num_classes)
+    if hp.mixup:
+        check_mixup(hp, facts.inputs)
+    options: dict[str, Any] = {"collate": hp.collate, "seed": hp.seed, "image_size": hp.image_size}
+    sources = open_sources(data, augmentations, facts, device, workers, **options)
+    training = Split(sources.training["train"], orders["training"])
+    validation, test = (
+        Split(sources.evaluation[side], orders[split]) for side, split in (("train", "validation"), ("test", "test"))
+    )
+    return Splits(training, validation, test, facts.inputs, facts.targets)
+
+
+def check_mixup(hp: Hyperparameters, inputs: ModelInput) -> None:
+    """Raise UserError if inputs that are no images cannot be mixed."""
+    if isinstance(inputs, LeavesSpec):
+        mixed = all(leaf.dtype == "float" and None not in leaf.shape for _, leaf in inputs.leaves)
+        if hp.collate == PADDED or not mixed:
+            described = inputs.describe() + (", padded" if hp.collate == PADDED else "")
+            rule = "only floats of one shape can be mixed"
+            raise UserError(f"mixup={hp.mixup:g}: the inputs are {described}, and {rule}; set mixup=0")
+
+
+def open_test_split(data: ItemSet, opening: Opening) -> tuple[Split, ModelInput]:
+    """Open the test split of a set of items, and return the split and the specification of its inputs.
+
+    If items or collate are user-defined, starts processes (on Linux), and first reads up to 16 samples in this process.
+
+    Raises:
+        UserError: Samples do not fit together.
+        UserCodeError: User code fails on a sample that is read here.
+    """
+    order, workers = data.order_test(), opening.settings.loaders or count_cores()
+    trained_spec = opening.spec if isinstance(opening.spec, LeavesSpec) else None
+    facts = describe_items(data, "test", order, opening.collate, opening.seed, trained_spec=trained_spec)
+    options: dict[str, Any] = {"collate": opening.collate, "seed": opening.seed}
+    sources = open_sources(data, {"test": NO_AUGMENTATION}, facts, opening.device, workers, **options)
+    return Split(sources.evaluation["test"], order), facts.inputs
+
+
+class ItemSources(NamedTuple):
+    """The sources of batches by side. Arrays with a user-defined augmentation have another source for training."""
+
+    training: dict[str, BatchSource]
+    evaluation: dict[str, BatchSource]
+
+
+def open_sources(
+    data: ItemSet,
+    augmentations: Mapping[str, Augmentation],
+    facts: ItemFacts,
+    device: torch.device,
+    workers: int,
+    *,
+    collate: str,
+    seed: int,
+    image_size: int = 0,
+) -> ItemSources:
+    """Open the sources of batches of each side, and start processes for user code.
+
+    Args:
+        augmentations: By side, "train" or "test".
+        image_size: Side of the images that a user-defined augmentation may return, or 0.
+    """
+    direct, loaders = dict[str, BatchSource](), dict[str, ItemImages | ItemLoader]()
+    for side, augmentation in augmentations.items():
+        if (stored := data.stored_leaves(side)) is not None and ":" not in collate:
+            options: dict[str, Any] = {"pictures": data.pictures, "masked": facts.masked, "augmentation": augmentation}
+            direct[side] = open_array_batches(device, *stored, data.ids(side), **options)
+            if augmentation.function is None:
+                continue
+        items, spec = Items(data, side), facts.inputs
+        if isinstance(spec, InputSpec):
+            assert facts.targets is not None
+            loaders[side] = ItemImages(
+                items, spec, facts.targets, seed, augmentation=augmentation, image_size=image_size
+            )
+        else:
+            options = {"augmentation": augmentation, "masked": facts.masked, "types": facts.types}
+            loaders[side] = ItemLoader(items, collate, seed, **options)
+    pool = make_pool([*loaders.values()], workers)
+    by_processes = {side: loader.open_source(pool, device) for side, loader in loaders.items()}
+    return ItemSources({**direct, **by_processes}, {**by_processes, **direct})

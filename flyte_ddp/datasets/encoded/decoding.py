@@ -12,9 +12,8 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from flyte_ddp.samples.pictures import opaque_picture, png_layout
+from flyte_ddp.samples.pictures import Pixels, opaque_picture, png_layout
 
-Pixels = NDArray[np.uint8]  # [H, W, 3]
 JPEG = b"\xff\xd8\xff"  # first bytes of a file
 APP1, SOS = 0xFFE1, 0xFFDA  # markers in a JPEG: EXIF data, and the start of a scan, which ends the header
 SAME_RGB = ("YCbCr", "RGB", "Gray")  # stored colours that all decoders convert alike, by simplejpeg's names

@@ -12,11 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from flyte_ddp.loading.decoding import Pixels
 from flyte_ddp.models.sidecar import EVALUATION_SHARE
 from flyte_ddp.order.augmentation import uniform_draws
 from flyte_ddp.order.sampling import Indices
+from flyte_ddp.samples.pictures import Pixels
 
+RESIZED_CROP = "resized_crop"  # value of the hyperparameter ``augment``
 TRIES = 10  # proposals for a crop
 SCALE = (0.08, 1.0)  # range of a crop's share of the image's area
 RATIO = (3 / 4, 4 / 3)  # range of a crop's width to height

@@ -1,31 +1,204 @@
-"""Load single samples of shards and image folders, decoded and cropped here or by user code."""
+"""Read the encoded images of shards or of single files, and load them as samples, decoded and cropped."""
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.datasets.prepared import SampleOrder
+from flyte_ddp import storage
+from flyte_ddp.datasets.encoded import cropping
+from flyte_ddp.datasets.encoded.decoding import DecodingError, decode_image
+from flyte_ddp.datasets.encoded.image_folder import ImageList
 from flyte_ddp.errors import UserCodeError, UserError
-from flyte_ddp.loading import cropping
-from flyte_ddp.loading.decoding import DecodingError, Pixels, decode_image
-from flyte_ddp.loading.encoded import BadSamples, Encoded, ImageReader, require_valid_label
-from flyte_ddp.loading.samples import (
+from flyte_ddp.loading.samples import SampleLoader
+from flyte_ddp.loading.split import FileFetcher, TargetSpec
+from flyte_ddp.loading.user_functions import (
+    NO_AUGMENTATION,
+    Augmentation,
     Sample,
-    SampleLoader,
     UserFunction,
-    augment_sample,
     derive_target_spec,
     require_target,
 )
-from flyte_ddp.loading.split import TargetSpec
+from flyte_ddp.loading.workers import limit_threads
+from flyte_ddp.lookahead import map_in_threads
 from flyte_ddp.models.sidecar import EVALUATION_SHARE
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.order.sampling import Indices
+from flyte_ddp.order.shard_order import SampleOrder
+from flyte_ddp.samples.pictures import Pixels
+from flyte_ddp.shards.dataset import ShardReader
+from flyte_ddp.shards.decoding import TRAINED_ON, find_image_and_label, parse_class_number
+
+CONNECTIONS = 32  # parallel requests of one rank: a request takes tens of milliseconds, nearly all of it waiting
+WANTED = frozenset(TRAINED_ON)  # extensions of the members of a shard's sample that are read
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """An image file's content, with label and names."""
+
+    content: bytes
+    label: int
+    name: str  # for errors, such as "image s3://bucket/cat/1.jpg"
+    key: str = ""  # the name within the data set
+    # For user-defined decoding, in place of content and label: the members by extension, and ``__key__``.
+    members: Mapping[str, Any] | None = None
+    copy: str = ""  # for errors: where the content is cached, in brackets
+
+
+class ImageReader:
+    """Base class of thread-safe readers of encoded images. Optional hooks default to no-ops."""
+
+    files: FileFetcher | None = None  # None: no whole files are fetched
+
+    def read_sample(self, sample: int) -> Encoded:
+        raise NotImplementedError
+
+    def start_read(self, sample: int) -> Callable[[], Encoded]:
+        """Return a function that returns the sample. A slow reader starts the read at once, in another thread.
+
+        Errors of the read are raised by the returned function.
+        """
+        return partial(self.read_sample, sample)
+
+    def close(self) -> None:
+        """Cancel started reads and close files."""
+
+
+class ShardImages(ImageReader):
+    """Reads samples of shards as image and label.
+
+    With ``members``, reads all members of a sample, for user-defined decoding.
+    """
+
+    def __init__(self, reader: ShardReader, *, members: bool = False) -> None:
+        self.reader, self.members = reader, members
+        self.files = self if reader.index.remote.any() else None
+
+    def read_sample(self, sample: int) -> Encoded:
+        """Return a sample of a shard. Downloads the shard to the cache if needed.
+
+        Raises:
+            UserError: The shard is damaged or cannot be read, or the sample has no image or no class number.
+        """
+        key, contents = self.reader.read_sample(sample, None if self.members else WANTED)
+        if len(contents) < 2 and not self.members:  # read all, because the error of find_image_and_label() lists them
+            key, contents = self.reader.read_sample(sample)
+        number, _ = self.reader.index.locate(sample)
+        shard = self.reader.index.shards[number]
+        name = f"sample {key!r} in shard {shard.url}"
+        copy = self.reader.cache.describe_copy(shard)
+        if self.members:
+            return Encoded(b"", 0, name, key, {**contents, "__key__": key}, copy)
+        image, label = find_image_and_label(name, contents)
+        return Encoded(contents[image], parse_class_number(name, contents[label]), name, key, copy=copy)
+
+    def finish(self, samples: Indices) -> None:
+        self.reader.skip_read(np.unique(np.searchsorted(self.reader.index.ends, samples, side="right")).tolist())
+
+    def begin(self, samples: Indices) -> None:
+        shards = np.unique(np.searchsorted(self.reader.index.ends, samples, side="right"))
+        self.reader.prefetch_shards(shards[self.reader.index.remote[shards]].tolist())
+
+    def close(self) -> None:
+        self.reader.close()
+
+
+class FileReader(ImageReader):
+    """Reads the images of an ImageList, remote images in 32 threads.
+
+    With ``members``, an image is a sample with a single member.
+    """
+
+    def __init__(self, images: ImageList, *, members: bool = False) -> None:
+        self.images, self.members = images, members
+        remote = storage.local_path(images.address) is None
+        self.pool = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="reader") if remote else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), members=self.members), (self.images,)
+
+    def start_read(self, sample: int) -> Callable[[], Encoded]:
+        return super().start_read(sample) if self.pool is None else self.pool.submit(self.read_sample, sample).result
+
+    def read_sample(self, sample: int) -> Encoded:
+        """Return an image file and its label. With ``members``, returns the file as the sample's only member.
+
+        Raises:
+            UserError: The file cannot be read, or has changed since the files were listed.
+        """
+        content, key = self.images.read_image(sample), str(self.images.names[sample])
+        name = f"image {self.images.image_address(sample)}"
+        if self.members:
+            stem, dot, extension = key.rpartition(".")
+            return Encoded(b"", 0, name, key, {f"{dot}{extension}": content, "__key__": stem})
+        return Encoded(content, int(self.images.labels[sample]), name, key)
+
+    def close(self) -> None:
+        if self.pool is not None:
+            self.pool.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass
+class BadSamples:
+    """Record of a rank's samples that cannot be decoded. Several threads may add samples."""
+
+    allowed: int
+    names: dict[str, str] = field(default_factory=dict)  # reason by name
+
+    def add_sample(self, name: str, reason: str) -> None:
+        """Record the sample ``name``, and the ``reason`` why it cannot be decoded. A known name counts once.
+
+        Raises:
+            UserError: More than ``allowed`` samples are recorded.
+        """
+        self.names[name] = reason
+        if (count := len(self.names)) > self.allowed:
+            more = f"; {count} samples cannot be decoded, more than bad_samples={self.allowed}" if self.allowed else ""
+            raise UserError(f"{name} cannot be decoded: {reason}{more}; fix or remove the sample, or raise bad_samples")
+
+
+def map_samples(
+    reader: ImageReader, samples: Indices, threads: int, use: Callable[[int, Encoded], Result], ahead: int
+) -> Iterator[Result]:
+    """Yield ``use(sample, encoded image)`` for each sample, in order.
+
+    The iterator starts nothing before the first ``next()``. When the iterator is closed, calls that have not begun are
+    cancelled.
+
+    Args:
+        reader: Reads the samples. Files of the next samples are fetched ahead.
+        threads: Number of threads that call ``use``.
+        use: Called in a thread. An error of ``use`` or of the read is raised in the sample's turn.
+        ahead: Reads and calls are started for at most this many samples at a time.
+    """
+
+    def start_reads() -> Iterator[tuple[int, Callable[[], Encoded]]]:
+        for place, sample in enumerate(samples.tolist()):
+            if place % ahead == 0 and reader.files is not None:
+                reader.files.begin(samples[place : place + 2 * ahead])
+            yield sample, reader.start_read(sample)
+
+    with map_in_threads(
+        lambda item: use(item[0], item[1]()), start_reads(), threads, ahead=ahead - 1, initializer=limit_threads
+    ) as results:
+        yield from results
+
+
+def require_valid_label(encoded: Encoded, classes: int) -> int:
+    """Return the label. Raises UserError unless the label is 0 to ``classes`` - 1."""
+    if not 0 <= encoded.label < classes:
+        rule = f"must be 0..{classes - 1} with {classes} classes; fix the label, or set num_classes"
+        raise UserError(f"{encoded.name} has label {encoded.label}: {rule}")
+    return encoded.label
 
 
 @dataclass(eq=False)
@@ -42,12 +215,11 @@ class EncodedSamples(SampleLoader):
     size: int  # side of the squares, in pixels
     classes: int  # number of classes; labels must be smaller
     evaluation_crop_fraction: float = EVALUATION_SHARE  # of an image's shorter side that is in the middle square
-    crop: str = "none"  # for training: resized_crop (a random part, mirrored half of the time) or none (the middle)
-    seed: int = 0  # of the random parts
+    augmentation: Augmentation = NO_AUGMENTATION
+    seed: int = 0  # of user-defined decoding
     decode: UserFunction | None = (
         None  # returns image and target of a sample's members; None: an image file and a class
     )
-    augment: UserFunction | None = None  # changes training samples; None: the built-in augmentation ``crop`` does
     trained_spec: TargetSpec | None = (
         None  # of the targets; None: with ``decode``, derived from the first sample at once
     )
@@ -55,7 +227,6 @@ class EncodedSamples(SampleLoader):
     def __post_init__(self) -> None:
         """Set the remaining attributes. With ``decode`` and without ``trained_spec``, reads and decodes a sample."""
         self.sizes = ((self.size, self.size, 3),)
-        self.prefetch_files = self.reader.prefetch_files if self.reader.fetches_files else None
         self.replaced = set[int]()  # damaged samples
         self.reported = 0  # number of undecodable and replaced samples at the last take_report
         self.targets = self.trained_spec or self.find_target_spec()
@@ -80,8 +251,8 @@ class EncodedSamples(SampleLoader):
         If ``epoch`` is the number of an epoch of training, the function also augments the sample.
         """
         draws: Iterable[Any] = itertools.repeat(None)
-        if self.crop == "resized_crop" and epoch is not None:
-            draws = cropping.draw_crops(self.seed, epoch, np.array(samples))
+        if self.augmentation.kind == cropping.RESIZED_CROP and epoch is not None:
+            draws = cropping.draw_crops(self.augmentation.seed, epoch, np.array(samples))
         reads = [self.reader.start_read(sample) for sample in samples]
         loads = zip(samples, reads, draws, strict=False)
         return [partial(self.load_read, sample, epoch, read, drawn) for sample, read, drawn in loads]
@@ -96,14 +267,14 @@ class EncodedSamples(SampleLoader):
         """
         image, target, name = self.load_image_or_substitute(sample, read(), epoch)
         loaded, where = Sample(image, np.asarray(target), name), f"sample {name!r}"
-        if self.augment is not None and epoch is not None:
-            loaded = augment_sample(self.augment, loaded, (self.seed, epoch, sample), where)
-        elif self.decode is None:
+        if self.decode is None and (self.augmentation.function is None or epoch is None):
             return loaded._replace(
                 image=cropping.crop_to_square(image, self.size, draws, self.evaluation_crop_fraction)
             )
+        loaded = self.augmentation.augment_sample(loaded, sample, epoch, where)
         image, target = self.fit_to_square(loaded.image, loaded.target, draws, where)
-        return Sample(image, require_target(self.augment or self.decode, target, self.targets, where), name)
+        own = self.augmentation.function or self.decode
+        return Sample(image, require_target(own, target, self.targets, where), name)
 
     def load_image_or_substitute(self, sample: int, encoded: Encoded, epoch: int | None) -> tuple[Pixels, Any, str]:
         """Return pixels, target and key of a sample.
@@ -189,7 +360,7 @@ class EncodedSamples(SampleLoader):
         if image.shape[2] == 1:
             image = image.repeat(3, axis=2)
         if image.shape[2] != 3:
-            own = self.augment or self.decode
+            own = self.augmentation.function or self.decode
             raise UserError(f"{own} returned an image of {image.shape[2]} channels for {where}: must be 1 or 3")
         height, width, _ = image.shape
         if draws is not None:
@@ -205,10 +376,6 @@ class EncodedSamples(SampleLoader):
     def read_label(self, sample: int) -> int | None:
         """Return the class number of a sample, or None if user code makes the targets. Reads the sample."""
         return None if self.decode else require_valid_label(self.reader.read_sample(sample), self.classes)
-
-    def skip_read(self, samples: Indices) -> None:
-        if self.prefetch_files is not None:
-            self.reader.skip_read(samples)
 
     def take_report(self) -> tuple[dict[str, str], set[int]] | None:
         """Return the bad samples and the replaced samples, or None if nothing was added since the last call."""
@@ -229,6 +396,9 @@ class EncodedSamples(SampleLoader):
 
     def bad_samples(self) -> frozenset[str]:
         return frozenset(self.bad.names)
+
+    def replaced_samples(self) -> frozenset[int]:
+        return frozenset(self.replaced)
 
     def close(self) -> None:
         self.reader.close()

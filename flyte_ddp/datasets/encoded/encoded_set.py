@@ -1,0 +1,133 @@
+"""Data sets of encoded images that stay where they are: a prepared folder holds lists, addresses and class names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flyte_ddp.catalog import IMAGENET
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import prepared_folder
+from flyte_ddp.datasets.prepared_set import Opening, PreparedSet
+from flyte_ddp.datasets.rows import digest_texts
+from flyte_ddp.errors import UserError
+from flyte_ddp.storage.identity import digest_lines
+
+if TYPE_CHECKING:
+    import torch
+
+    from flyte_ddp.datasets.encoded.samples import ImageReader
+    from flyte_ddp.loading.split import Split, Splits
+    from flyte_ddp.models.inputs import ModelInput
+    from flyte_ddp.order.shard_order import Orders
+    from flyte_ddp.samples.pictures import Pixels
+    from flyte_ddp.settings import Settings
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedSet(PreparedSet):
+    """A data set of encoded images of any size. If ``test`` is None, a tenth of ``train`` is held out for testing."""
+
+    name: str  # the hyperparameter ``dataset``
+    classes: tuple[str, ...]
+    digest: str  # SHA-256 (hex) of both sources
+    train: Any  # a list of images, as the kind of data set has it
+    test: Any
+    mean, std = IMAGENET  # torchvision's pretrained models expect ImageNet's values
+    pictures = True
+    crop = "middle"
+    named_targets = False  # class names may be folders, not the names of a user-defined function's targets
+
+    @property
+    def test_source(self) -> Any:
+        return self.train if self.test is None else self.test
+
+    @staticmethod
+    def read_source(address: str) -> Any:
+        """Read the list of the images at an address.
+
+        Raises:
+            UserError: The address cannot be read, or the list is unfit.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def open_source(folder: Path, side: str, address: str, described: Mapping[str, Any]) -> Any:
+        """Return the list of a side that a prepared folder holds. Large lists are memory-mapped."""
+        raise NotImplementedError
+
+    def open_reader(self, source: Any, settings: Settings, streams: int = 16, *, members: bool = False) -> ImageReader:
+        """Return a reader of the images of ``source``. Nothing is read yet.
+
+        A reader of shards keeps two shards open for each of ``streams``, and downloads one ahead. With ``members``, the
+        reader returns the files of a sample in place of image and label.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def read(cls, dataset: str, test_dataset: str) -> Self:
+        """Read the lists of both addresses. If ``test_dataset`` is empty, the result has ``test=None``.
+
+        Raises:
+            UserError: An address cannot be read, or a list is unfit. Also if both sources have class names and these
+                differ.
+        """
+        train = cls.read_source(dataset.partition(":")[2])
+        test = cls.read_source(test_dataset.partition(":")[2]) if test_dataset else None
+        if test is not None and test.classes and train.classes and test.classes != train.classes:
+            other = sorted(set(test.classes) ^ set(train.classes))[:3] or ["the order"]
+            problem = f"its classes differ from those of dataset (for example, {', '.join(other)})"
+            raise UserError(f"test_dataset={test_dataset!r}: {problem}; both must have the same classes")
+        digest = digest_lines([train.digest, test.digest if test is not None else ""])
+        return cls(dataset, train.classes, digest, train, test)
+
+    @classmethod
+    def open(cls, folder: Path) -> Self:
+        """Open the data set in a prepared folder. File lists are memory-mapped.
+
+        Raises:
+            UserError: The folder is damaged.
+        """
+        described = prepared_folder.read_description(folder)
+        with prepared_folder.translate_damage_to_user_error(folder):
+            name, tests = str(described["name"]), str(described["test_dataset"])
+            train = cls.open_source(folder, "train", name.partition(":")[2], described)
+            test = cls.open_source(folder, "test", tests.partition(":")[2], described) if tests else None
+            return cls(name, tuple(described["classes"]), described["digest"], train, test)
+
+    def list_sources(self) -> dict[str, Any]:
+        """Return the sources by side, "train" and perhaps "test"."""
+        return {side: source for side, source in (("train", self.train), ("test", self.test)) if source is not None}
+
+    def compute_digests(self) -> tuple[str, str]:
+        part = "a tenth" if self.test is None else "all"
+        return self.digest, digest_lines([self.test_source.digest, part, *self.classes])
+
+    def check_first_samples(self) -> None:
+        """Raise UserError if the first sample of a source lacks an image or a label. By default reads nothing."""
+
+    def needs_classes(self, hp: Hyperparameters) -> bool:
+        return not hp.sample  # only ranks call the user-defined function, so its targets are unknown before
+
+    def open_splits(self, orders: Orders, hp: Hyperparameters, device: torch.device, settings: Settings) -> Splits:
+        from flyte_ddp.datasets.encoded import opening
+
+        return opening.open_splits(self, orders, hp, device, settings)
+
+    def open_test_split(self, opening: Opening) -> tuple[Split, ModelInput]:
+        from flyte_ddp.datasets.encoded.opening import open_test_split
+
+        return open_test_split(self, opening)
+
+    def iterate_test_images(self, opening: Opening) -> Iterator[Pixels]:
+        from flyte_ddp.datasets.encoded.opening import iterate_test_images
+
+        return iterate_test_images(self, opening)
+
+    def identify_tested(self, ids: Sequence[str]) -> NDArray[np.uint64]:
+        return digest_texts([f"{name} " for name in ids])

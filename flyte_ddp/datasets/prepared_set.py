@@ -1,0 +1,211 @@
+"""The interface of prepared data sets, whatever their kind. A new kind is a subclass in a file of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.errors import UserError
+from flyte_ddp.order.sampling import Indices, ListedOrder, split_indices
+
+if TYPE_CHECKING:
+    import torch
+
+    from flyte_ddp.datasets.encoded.samples import BadSamples
+    from flyte_ddp.loading.split import Split, Splits
+    from flyte_ddp.models.inputs import ModelInput
+    from flyte_ddp.order.shard_order import Orders, SampleOrder
+    from flyte_ddp.samples.leaves import Leaves
+    from flyte_ddp.samples.pictures import Pixels
+    from flyte_ddp.settings import Settings
+
+WEIGHTS = "train_weights"  # name of ``sample_weights`` among the arrays
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What decides how the test split is loaded for a trained model."""
+
+    device: torch.device
+    settings: Settings  # the number of loaders (0: one for each core), and the cache of shards
+    spec: ModelInput | None = None  # the model's inputs, which decide the inputs' order and types; None: the data's
+    classes: int = 0  # 0: user code makes the targets
+    sample: str = ""  # hyperparameters of the training
+    collate: str = "stacked"
+    seed: int = 0
+    bad: BadSamples | None = None  # collects the samples that cannot be decoded
+
+
+class PreparedSet:
+    """Base class of prepared data sets. Only :func:`flyte_ddp.datasets.prepared.open_prepared` knows the kinds."""
+
+    name: str  # the hyperparameter ``dataset``
+    classes: tuple[str, ...]  # names; empty if the set has none
+    digest: str  # SHA-256 (hex) of the content
+    crop: ClassVar[str] = ""  # "middle" if evaluations use the middle square of images
+    named_targets: ClassVar[bool] = True  # whether targets that are not class numbers have the order of ``classes``
+    advice: ClassVar[str] = "add samples"  # for a split without samples
+    preprocessing: Mapping[str, Any] = NOTHING  # fitted, as in ``model.json``; empty if nothing was fitted
+    not_finite: Mapping[str, int] = NOTHING  # by file of targets: first sample with NaN or infinity
+    sample_weights: NDArray[np.float64] | None = None  # [N], with which training may draw samples
+
+    if TYPE_CHECKING:  # at run time, a dataclass would take these properties for the defaults of its fields
+
+        @property
+        def train_samples(self) -> int: ...
+
+        @property
+        def test_samples(self) -> int: ...
+
+        @property
+        def pictures(self) -> bool:
+            """Whether inputs are images."""
+
+    def list_arrays(self) -> dict[str, NDArray[Any]]:
+        """Return the stored arrays by file name without ``.npy``. The base class has only weights."""
+        return {} if self.sample_weights is None else {WEIGHTS: self.sample_weights}
+
+    def write_other_files(self, folder: Path) -> None:
+        """Write the files that are no arrays into a prepared folder. By default nothing is written."""
+
+    def describe_content(self) -> dict[str, Any]:
+        """Return the entries of ``dataset.json`` that only sets of this kind have."""
+        raise NotImplementedError
+
+    def compute_digests(self) -> tuple[str, str]:
+        """Return the SHA-256 (hex) of the whole set, and of the test split with the names of the classes."""
+        return self.digest, self.digest
+
+    def order_test(self) -> SampleOrder:
+        """Return the order of the test split. The order is the same in each call."""
+        return ListedOrder(np.arange(self.test_samples, dtype=np.int32))
+
+    def list_training(self) -> Indices:
+        """Return the numbers of the training samples, ascending, validation included."""
+        return np.arange(self.train_samples, dtype=np.int32)
+
+    def order_splits(self, validation_fraction: float, seed: int, shuffle_shards: int) -> Orders:  # noqa: ARG002
+        """Return the orders of "training", "validation" and "test" by these names.
+
+        ``shuffle_shards`` is the number of shards from which a batch is drawn. Other sets ignore the number.
+        """
+        samples = self.list_training()
+        rest, held_out = split_indices(len(samples), validation_fraction, seed)
+        training, validation = ListedOrder(samples[rest], seed), ListedOrder(samples[held_out])
+        return {"training": training, "validation": validation, "test": self.order_test()}
+
+    def training_targets(self) -> NDArray[Any] | None:
+        """Return the labels or targets of all training samples as one array, or None if unknown.
+
+        Targets are unknown in shards and in sets on demand, and if targets have several leaves. The samples of the
+        validation split are included.
+        """
+        return None
+
+    def stored_leaves(self, side: str) -> tuple[Leaves, Leaves] | None:  # noqa: ARG002
+        """Return inputs and targets of a side, "train" or "test", if all samples are stored as arrays, else None."""
+        return None
+
+    def load_rows(self, side: str) -> Any:  # noqa: ARG002
+        """Return the rows of a side as the user's code has read them, or None if no rows were kept."""
+        return None
+
+    def ids(self, side: str) -> NDArray[np.str_] | None:  # noqa: ARG002
+        """Return the names [N] that the user gave to the samples of a side, or None."""
+        return None
+
+    def name_sample(self, split: str, number: int) -> str:
+        """Return a sample's split and number in words, with the id that the user gave to the sample.
+
+        ``split`` is "training", "validation" or "test". ``number`` is a position in the data set's training or test
+        samples, also for a validation sample.
+        """
+        ids = self.ids("test" if split == "test" else "train")
+        return f"{split} sample {number}" + ("" if ids is None else f" (id {str(ids[number])!r})")
+
+    def class_names(self, *, of_numbers: bool) -> tuple[str, ...]:  # noqa: ARG002
+        """Return the names of the classes. If ``of_numbers`` is True, the targets are not class numbers."""
+        return self.classes
+
+    def needs_classes(self, hp: Hyperparameters) -> bool:
+        """Return whether the targets are class numbers, so that the number of classes must be known."""
+        raise NotImplementedError
+
+    def check_settings(self, hp: Hyperparameters) -> None:
+        """Raise UserError if hyperparameters do not fit this kind of data, such as ``image_size`` for texts."""
+        if self.pictures:
+            if hp.collate != "stacked":
+                what = f"dataset={self.name!r} has images, which all have one size"
+                raise UserError(f"collate={hp.collate!r}: {what}; omit collate")
+            return
+        what = f"dataset={self.name!r} has samples that are not images"
+        if ":" not in hp.model:
+            images = "return PIL images or uint8 arrays, without ToTensor and Normalize"
+            raise UserError(f"model={hp.model!r}: needs images, but {what}; use a user-defined model, or {images}")
+        if hp.image_size:
+            raise UserError(f"image_size={hp.image_size}: {what}; set image_size=0")
+        if hp.augment != "none" and ":" not in hp.augment:
+            raise UserError(f"augment={hp.augment!r}: {what}; set augment=none, or use a user-defined function")
+
+    def no_samples_error(self, purpose: str) -> UserError:
+        problem = f"has no samples for {purpose}; {self.advice}, hold out less, or set test_dataset"
+        return UserError(f"dataset={self.name!r}: {problem}")
+
+    def notes(self) -> Sequence[str]:
+        """Return lines for users about the content."""
+        return ()
+
+    def report_notes(self) -> list[str]:
+        """Return sentences for the report about limits of a training on these data."""
+        return []
+
+    def open_splits(self, orders: Orders, hp: Hyperparameters, device: torch.device, settings: Settings) -> Splits:
+        """Open this rank's splits, and start threads or processes that load samples.
+
+        Args:
+            orders: The orders of "training", "validation" and "test".
+            settings: The settings, with the number of threads or processes, if the kind of data needs any.
+
+        Raises:
+            UserError: Data and hyperparameters do not fit together, or user code cannot be imported.
+            UserCodeError: User code fails on a sample that is read here.
+        """
+        raise NotImplementedError
+
+    def open_test_split(self, opening: Opening) -> tuple[Split, ModelInput]:
+        """Open the test split for a trained model, and start threads or processes that load samples.
+
+        Returns:
+            The split, and the specification of its inputs. The caller must close the split's source.
+
+        Raises:
+            UserError: Samples do not fit together, the split is empty, or user code cannot be imported.
+            UserCodeError: User code fails on a sample that is read here.
+        """
+        raise NotImplementedError
+
+    def iterate_test_images(self, opening: Opening) -> Iterator[Pixels]:
+        """Yield the test split's images, uint8 [H, W, C], neither cropped nor resized.
+
+        Skips images that cannot be decoded.
+        """
+        raise NotImplementedError
+
+    def identify_samples(self, side: str) -> NDArray[np.uint64]:  # noqa: ARG002
+        """Return an identifying number for each sample of a side, or an empty array if all samples had to be read.
+
+        Equal samples without ids have equal numbers.
+        """
+        return np.empty(0, np.uint64)
+
+    def identify_tested(self, ids: Sequence[str]) -> NDArray[np.uint64]:  # noqa: ARG002
+        """Return an identifying number for each test sample that was evaluated, whose ``ids`` are given."""
+        return self.identify_samples("test")
