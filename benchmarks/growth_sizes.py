@@ -42,8 +42,8 @@ def predict(rows: int, classes: int) -> float:
     import torch
     from PIL import Image
 
-    from flyte_ddp.models.artifacts import make_sidecar_input, save_model
     from flyte_ddp.models.inputs import InputSpec
+    from flyte_ddp.models.saving import make_sidecar_input, save_model
     from flyte_ddp.models.sidecar import Digests, Sidecar
     from flyte_ddp.predict.predict import write_prediction_table
 

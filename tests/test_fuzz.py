@@ -26,7 +26,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import prepared_folder
 from flyte_ddp.datasets.prepared import open_prepared
 from flyte_ddp.errors import UserError
-from flyte_ddp.models import artifacts, zoo
+from flyte_ddp.models import artifacts, saving, zoo
 from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.models.sidecar import Metrics, Sidecar
 from flyte_ddp.predict.new_rows import load_preprocessing
@@ -235,7 +235,7 @@ def saved_model(folder: Path) -> tuple[Path, Path, dict[str, Any]]:
         options={"model": {}},
         versions={"torch": "2"},
     )
-    model, sidecar = artifacts.save_model(folder, made.state_dict(), described)
+    model, sidecar = saving.save_model(folder, made.state_dict(), described)
     return model, sidecar, json.loads(sidecar.read_bytes())
 
 

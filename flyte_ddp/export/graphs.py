@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flyte_ddp.errors import install_hint
-from flyte_ddp.models import artifacts
+from flyte_ddp.models import saving
 from flyte_ddp.models.inputs import InputSpec, normalisation
 from flyte_ddp.models.sidecar import MIDDLE, ImageInput, Sidecar
 from flyte_ddp.objectives.segmentation import logits_of
@@ -119,7 +119,7 @@ class ServedImages(nn.Module):
 
     def __init__(self, model: nn.Module, sidecar: Sidecar) -> None:
         super().__init__()
-        spec = artifacts.parse_input_spec(sidecar.input)
+        spec = saving.parse_input_spec(sidecar.input)
         assert isinstance(spec, InputSpec) and isinstance(sidecar.input, ImageInput)  # noqa: PT018
         self.model, self.channels, self.height, self.width = model, spec.channels, spec.height, spec.width
         self.middle, self.share = sidecar.input.crop == MIDDLE, spec.crop_share

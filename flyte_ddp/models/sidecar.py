@@ -1,17 +1,13 @@
-"""The sidecar of a saved model, ``model.json``, and the user code that is named there. Needs no torch."""
+"""The sidecar of a saved model, ``model.json``. Needs no torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from flyte_ddp.catalog import CODE_OPTIONS
 from flyte_ddp.checks.parsing import JsonObject, parse_json
 from flyte_ddp.checks.records import Count, JsonRecord
 from flyte_ddp.errors import UserError
-from flyte_ddp.samples.preprocessing import TABLE
-from flyte_ddp.user_code.source import are_current_sources
-from flyte_ddp.user_code.stored import StoredSpec
 
 FORMAT = "flyte-ddp-model/1"
 CLASSIFICATION = "classification"  # the objective of a sidecar that names none
@@ -122,18 +118,6 @@ class Sidecar(JsonRecord):
         return values
 
 
-def read_model_json(path: Path) -> Sidecar:
-    """Return the content of a ``model.json``.
-
-    If the user code that the file names has changed since, the names become StoredSpecs, which import the code stored
-    in the file. To find out, reads the user's files, and puts the working directory on ``sys.path``. Imports nothing.
-
-    Raises:
-        UserError: The file is missing or damaged, or has another format.
-    """
-    return prefer_stored_code(read_sidecar(path))
-
-
 def read_sidecar(path: Path) -> Sidecar:
     """Return the content of a ``model.json``. Names of user code stay as written.
 
@@ -162,32 +146,3 @@ def parse_sidecar(content: bytes, where: str) -> Sidecar:
     if form != FORMAT:
         raise UserError(f"{where} has format {form!r}: must be {FORMAT!r}; {FIX}")
     return Sidecar.from_json_value(value, f"{where} is damaged, so {FIX}")
-
-
-def prefer_stored_code(sidecar: Sidecar) -> Sidecar:
-    """Return the sidecar with StoredSpecs in place of names of user code, if today's files differ.
-
-    A StoredSpec imports the code that is stored in the sidecar. Without stored code, returns the same sidecar. Reads
-    the user's files, and puts the working directory on ``sys.path``.
-    """
-    sources, facts = sidecar.sources, {"model": sidecar.model, "objective": sidecar.objective}
-    hyperparameters, preprocessing = {**sidecar.hyperparameters}, {**sidecar.preprocessing}
-    options = {of: {**given} for of, given in sidecar.options.items()}
-    named: list[tuple[JsonObject, str]] = [(facts, "model"), (facts, "objective")]
-    named += [(hyperparameters, "collate"), (hyperparameters, "sample")]
-    named += [(preprocessing, "prepare"), (preprocessing, TABLE)]
-    if option := CODE_OPTIONS.get(sidecar.objective):
-        named.append((options.get("objective", {}), option))
-    own = [(values, key) for values, key in named if ":" in str(values.get(key, ""))] if sources else []
-    if not own or are_current_sources(sources, *(values[key] for values, key in own)):
-        return sidecar
-    for values, key in own:
-        values[key] = StoredSpec(values[key], sources)
-    return replace(
-        sidecar,
-        model=facts["model"],
-        objective=facts["objective"],
-        options=options,
-        hyperparameters=hyperparameters,
-        preprocessing=preprocessing,
-    )

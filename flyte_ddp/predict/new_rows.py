@@ -19,7 +19,8 @@ from flyte_ddp.datasets.rows import order_columns, take_rows
 from flyte_ddp.datasets.sample_arrays import SampleArrays, convert_inputs, convert_new_inputs, convert_ragged
 from flyte_ddp.datasets.table import Table, make_table, prepare_copy, read_rows
 from flyte_ddp.errors import UserError
-from flyte_ddp.models.sidecar import LeavesInput, Sidecar, read_model_json
+from flyte_ddp.models.sidecar import LeavesInput, Sidecar
+from flyte_ddp.models.stored_code import read_model_json
 from flyte_ddp.samples.leaves import Leaves, Ragged, form_of, map_leaves, name_leaves, restore_leaves
 from flyte_ddp.samples.preprocessing import TABLE, require_two_arguments
 from flyte_ddp.user_code.callables import load_callable

@@ -24,7 +24,7 @@ from flyte_ddp.datasets.rows import MISSING
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
 from flyte_ddp.models.inputs import InputSpec
-from flyte_ddp.models.sidecar import read_model_json
+from flyte_ddp.models.stored_code import read_model_json
 from flyte_ddp.objectives import Classification, Multilabel, Objective, Segmentation
 from flyte_ddp.objectives.objective import list_floats, overrides
 from flyte_ddp.objectives.table_columns import (

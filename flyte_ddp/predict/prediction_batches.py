@@ -23,7 +23,7 @@ from flyte_ddp.loading.collate import STACKED
 from flyte_ddp.loading.workers import limit_threads
 from flyte_ddp.lookahead import map_in_threads
 from flyte_ddp.machine.resources import count_cores
-from flyte_ddp.models import artifacts
+from flyte_ddp.models import artifacts, saving
 from flyte_ddp.models.inputs import InputSpec, LeavesSpec, explain_model_errors, prepare_inputs
 from flyte_ddp.models.sidecar import MIDDLE
 from flyte_ddp.objectives import objective_of_sidecar
@@ -53,7 +53,7 @@ class SavedModel:
         self.classes = [*self.sidecar.classes]
         self.order: list[int] | None = None  # the place of each class in the module's outputs; None: the same order
         self.objective = objective_of_sidecar(self.sidecar)
-        self.spec = artifacts.parse_input_spec(self.sidecar.input)
+        self.spec = saving.parse_input_spec(self.sidecar.input)
         self.hyperparameters = self.sidecar.hyperparameters  # of the training
         self.collate, self.seed = (
             str(self.hyperparameters.get("collate", STACKED)),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
-from flyte_ddp.models import artifacts
+from flyte_ddp.models import saving
 from flyte_ddp.models.sidecar import CLASSIFICATION, Digests, Metrics, Sidecar
 from flyte_ddp.objectives.objective import Objective, convert_outputs, list_floats, mean_losses
 from flyte_ddp.objectives.table_columns import (
@@ -125,7 +125,7 @@ def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
     model.load_state_dict(state.selection.weights)
     sidecar = make_sidecar(state, work.identity, recorder.epoch_accuracies)
     model_path, _ = write_with_room(
-        work.output_folder, lambda: artifacts.save_model(work.output_folder, model.state_dict(), sidecar)
+        work.output_folder, lambda: saving.save_model(work.output_folder, model.state_dict(), sidecar)
     )
     verify_saved_model(new_model, model_path, sidecar, state)
     rows, objective = min(state.settings.wandb_table_rows, len(state.test)), state.objective
@@ -182,7 +182,7 @@ def make_sidecar(state: TrainingState, identity: Identity, history: list[float])
         class_weights=None if weights is None else weights.tolist(),
         threshold=state.selection.test.threshold,
         options=plan.options,
-        input=artifacts.make_sidecar_input(state.spec, data.crop),
+        input=saving.make_sidecar_input(state.spec, data.crop),
         hyperparameters=plan.hyperparameters.to_dict(),
         metrics=Metrics(
             test=replace_non_finite(state.selection.test.measures),
@@ -225,7 +225,7 @@ def verify_saved_model(fresh: nn.Module, model_path: Path, sidecar: Sidecar, sta
     """
     first = state.test.order.samples(slice(0, min(VERIFIED_SAMPLES, len(state.test))))
     inputs, targets, _ = state.test.load_batch(first)
-    artifacts.load_weights(fresh, model_path, sidecar)
+    saving.load_weights(fresh, model_path, sidecar)
     model = fresh.to(state.device).eval()
     make_dropout_rank_independent(model, state.this_pass)  # a user's model may use dropout in evaluations, too
     if state.dtype == torch.float64:

@@ -12,7 +12,7 @@ from torch.nn import functional
 from flyte_ddp.datasets.item_set import ItemSet
 from flyte_ddp.datasets.prepared_set import Opening
 from flyte_ddp.datasets.sample_arrays import SampleArrays, arrays
-from flyte_ddp.models.artifacts import save_model
+from flyte_ddp.models.saving import save_model
 from flyte_ddp.samples.leaves import Leaves
 from flyte_ddp.settings import Settings
 

@@ -15,7 +15,7 @@ from faulty_runs import equal
 from hosts import Host, two_hosts
 from trials import Trial, close, starts
 
-from flyte_ddp.models.artifacts import read_model_json
+from flyte_ddp.models.stored_code import read_model_json
 from flyte_ddp.run import Result
 
 pytestmark = pytest.mark.slow

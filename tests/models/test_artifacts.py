@@ -23,9 +23,10 @@ from traps import MakesFolder
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.models import artifacts, zoo
+from flyte_ddp.models import artifacts, saving, zoo
 from flyte_ddp.models.inputs import InputSpec
-from flyte_ddp.models.sidecar import Digests, Sidecar, prefer_stored_code
+from flyte_ddp.models.sidecar import Digests, Sidecar
+from flyte_ddp.models.stored_code import prefer_stored_code
 from flyte_ddp.objectives import objective_of_sidecar
 from flyte_ddp.objectives.language import Language
 from flyte_ddp.run import run_training
@@ -45,7 +46,7 @@ def trained(name: str = "tutorial", seed: int = 0) -> nn.Module:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Path, Path]:
-    return artifacts.save_model(tmp_path / "run", trained().state_dict(), sidecar())
+    return saving.save_model(tmp_path / "run", trained().state_dict(), sidecar())
 
 
 class TutorialNetwork(nn.Module):
@@ -66,7 +67,7 @@ class TutorialNetwork(nn.Module):
 
 def test_three_lines_of_plain_pytorch_load_the_model(tmp_path: Path) -> None:
     original = trained()
-    path, _ = artifacts.save_model(tmp_path, original.state_dict(), sidecar())
+    path, _ = saving.save_model(tmp_path, original.state_dict(), sidecar())
     model = TutorialNetwork()
     model.load_state_dict(torch.load(path, weights_only=True, mmap=True))  # it can be mapped into memory
     model.eval()
@@ -78,8 +79,8 @@ def test_equal_weights_are_equal_files_wherever_they_are_in_memory(tmp_path: Pat
     state = {"b.weight": torch.randn(4, 3, 5, 5), "a": torch.randn(7), "a.half": torch.ones(2).half()}
     other = {"".join([*name]): value.clone() for name, value in [*state.items()][::-1]}
     other["b.weight"] = other["b.weight"].to(memory_format=torch.channels_last)
-    one = artifacts.save_model(tmp_path / "one", state, sidecar())
-    again = artifacts.save_model(tmp_path / "again", {name: other[name] for name in state}, sidecar())
+    one = saving.save_model(tmp_path / "one", state, sidecar())
+    again = saving.save_model(tmp_path / "again", {name: other[name] for name in state}, sidecar())
     assert [path.read_bytes() for path in one] == [path.read_bytes() for path in again]
 
 
@@ -143,7 +144,7 @@ def test_a_full_disk_leaves_the_pair_of_before(saved: tuple[Path, Path], monkeyp
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(UserError, match="No space left on device; free some space"):
-        artifacts.save_model(saved[0].parent, trained(seed=1).state_dict(), sidecar())
+        saving.save_model(saved[0].parent, trained(seed=1).state_dict(), sidecar())
     assert [path.read_bytes() for path in saved] == before
     assert len(list(saved[0].parent.iterdir())) == 2
 

@@ -16,7 +16,7 @@ from torchvision.models import resnet18
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.models import artifacts
+from flyte_ddp.models import saving
 from flyte_ddp.models.initial_weights import FILE_ADVICE, fetch_weights, identify_weights, load_initial_weights
 from flyte_ddp.models.sidecar import read_sidecar
 from flyte_ddp.plans import identity
@@ -235,7 +235,7 @@ def test_a_run_says_what_did_not_start_from_the_file(digits: Path, tmp_path: Pat
     sidecars = [json.loads(run.sidecar.read_text()) for run in (first, result)]
     assert ["init_from" in each["digests"] for each in sidecars] == [False, True]
     takes = read_sidecar(first.sidecar).input
-    assert takes == artifacts.make_sidecar_input(artifacts.parse_input_spec(takes), "")
+    assert takes == saving.make_sidecar_input(saving.parse_input_spec(takes), "")
     assert sidecars[0]["input"]["mode"] == "L"
     after = torch.load(result.model, weights_only=True)
     for name, value in before.items():

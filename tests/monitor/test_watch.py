@@ -22,7 +22,7 @@ from training_runs import QUIET, train_in
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_arrays
 from flyte_ddp.errors import UserError
-from flyte_ddp.models.artifacts import save_model
+from flyte_ddp.models.saving import save_model
 from flyte_ddp.models.sidecar import read_sidecar
 from flyte_ddp.monitor.page import write_page, write_table
 from flyte_ddp.monitor.records import read_windows, record_window

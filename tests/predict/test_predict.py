@@ -24,7 +24,7 @@ from sidecars import make_sidecar
 from flyte_ddp.datasets.images import image_arrays
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.errors import UserError
-from flyte_ddp.models import artifacts
+from flyte_ddp.models import saving
 from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.models.sidecar import MIDDLE
 from flyte_ddp.objectives import Classification, Facts
@@ -66,7 +66,7 @@ def save(folder: Path, spec: InputSpec, seed: int = 0) -> tuple[Path, Path]:
     weight = torch.randn(len(CLASSES), spec.channels * 16 * 16, generator=generator) / 20
     state = {"1.weight": weight, "1.bias": torch.randn(len(CLASSES), generator=generator)}
     sidecar = make_sidecar(spec, "model_of_test_predict:make", classes=CLASSES)
-    return artifacts.save_model(folder, state, sidecar)
+    return saving.save_model(folder, state, sidecar)
 
 
 def expected_scores(paths: tuple[Path, Path], images: np.ndarray[Any, Any], spec: InputSpec) -> torch.Tensor:
@@ -179,7 +179,7 @@ def test_outside_this_package_ten_lines_prepare_an_image(kind: str, photos, tmp_
     spec = replace(spec, crop_share=224 / 232)  # not the usual 7/8
     saved = save(tmp_path / "model", spec)
     sidecar = json.loads(saved[1].read_text())
-    sidecar["input"] = artifacts.make_sidecar_input(spec, crop).to_json_value()
+    sidecar["input"] = saving.make_sidecar_input(spec, crop).to_json_value()
     saved[1].write_text(json.dumps(sidecar))
     rows = predict(saved, images=photos[0].parent)
     [code] = re.findall(r"```python\n(import json\n.*?)```", (ROOT / "docs/model.md").read_text(), re.DOTALL)

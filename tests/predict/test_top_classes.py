@@ -15,7 +15,7 @@ from sidecars import make_sidecar
 from torch import Tensor
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.models import artifacts
+from flyte_ddp.models import saving
 from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.objectives import Classification, Facts, Multilabel, Objective, Segmentation
 from flyte_ddp.objectives.table_columns import name_columns
@@ -49,7 +49,7 @@ def save(folder: Path, classes: int) -> tuple[Path, Path]:
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(classes, 16, generator=generator), torch.randn(classes, generator=generator)
     sidecar = make_sidecar(SPEC, "model_of_many_classes:make", classes=name_classes(classes))
-    return artifacts.save_model(folder / "model", dict(zip(("1.weight", "1.bias"), weights, strict=True)), sidecar)
+    return saving.save_model(folder / "model", dict(zip(("1.weight", "1.bias"), weights, strict=True)), sidecar)
 
 
 def expected_scores(model: tuple[Path, Path], folder: Path) -> Any:

@@ -11,7 +11,7 @@ RUN = """
 import subprocess, sys
 from pathlib import Path
 import torch
-from flyte_ddp.models.artifacts import save_model
+from flyte_ddp.models.saving import save_model
 from flyte_ddp.models.sidecar import Digests, LeavesInput, Sidecar
 from flyte_ddp.runs.checkpoint import FOLDER, Identity, verify_checkpoints, write_with_room
 from flyte_ddp.runs.checkpoint_writer import CheckpointWriter, Snapshot
