@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 
 from benchmarks import measuring, rendering
-from flyte_ddp.errors import StoppedError
+from flyte_ddp.core.errors import StoppedError
 
 NAMES = ["images", "items", "feed", "overhead", "startup", "launchers", "ranks", "rounding", "epoch"]
 NAMES += ["table", "gpt", "preset", "cost", "gate", "drift"]

@@ -17,14 +17,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flyte_ddp.models.inputs import InputSpec
+from flyte_ddp.core.models.inputs import InputSpec
+from flyte_ddp.core.parallel.buffers import Buffers
+from flyte_ddp.core.parallel.distributed import rank
+from flyte_ddp.core.runs.checkpoint_writer import Snapshot
+from flyte_ddp.core.training.checkpointing import Checkpointer
+from flyte_ddp.core.training.diagnosis import LossWatch
+from flyte_ddp.core.training.training_state import TrainingState
 from flyte_ddp.models.zoo import Tutorial
-from flyte_ddp.parallel.buffers import Buffers
-from flyte_ddp.parallel.distributed import rank
-from flyte_ddp.runs.checkpoint_writer import Snapshot
-from flyte_ddp.training.checkpointing import Checkpointer
-from flyte_ddp.training.diagnosis import LossWatch
-from flyte_ddp.training.training_state import TrainingState
 
 ACCOUNT = "FLYTE_DDP_COST_ACCOUNT"  # environment: where to
 EXCLUDE_SNAPSHOTS, COPY_AFTER_STEP = TrainingState.exclude_snapshots, Buffers.copy_after_step

@@ -28,11 +28,11 @@ from benchmarks.measuring import Options, Result, Target
 from benchmarks.rendering import table
 from benchmarks.running import ROOT, descendants, environment, process_name
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.launch.supervise.fork_server import SERVER
+from flyte_ddp.core.runs import checkpoint
+from flyte_ddp.core.runs.run_folder import UNFINISHED, is_finished
+from flyte_ddp.core.text.json_lines import read_records
 from flyte_ddp.datasets import fetch
-from flyte_ddp.launch.supervise.fork_server import SERVER
-from flyte_ddp.runs import checkpoint
-from flyte_ddp.runs.run_folder import UNFINISHED, is_finished
-from flyte_ddp.text.json_lines import read_records
 
 FAULTS, ENDS = 50, 24  # faults of ranks, and of whole runs
 SEED = 0

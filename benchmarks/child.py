@@ -17,8 +17,8 @@ def train_library(order: dict[str, Any]) -> float:
     """Train in a process like ``pyflyte``, without torch, and return the time at which the library was called."""
     import workflows.training  # noqa: F401
     from flyte_ddp.config import Hyperparameters
+    from flyte_ddp.core.settings import read_settings
     from flyte_ddp.run import run_training
-    from flyte_ddp.settings import read_settings
 
     if "torch" in sys.modules:
         raise RuntimeError("the workflow's module imported torch, which slows every start of `pyflyte run`")

@@ -11,7 +11,7 @@ from resource import RUSAGE_CHILDREN, getrusage
 from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.preset import PYFLYTE
 from benchmarks.running import ROOT, environment, extract_revision, run_command
-from flyte_ddp.text.json_lines import read_records
+from flyte_ddp.core.text.json_lines import read_records
 
 PARTS = ("flyte_ddp", "flytekitplugins", "tasks", "workflows", "config")  # of the revision
 RUN = [PYFLYTE, "run", "workflows/training.py", "training_wf"]

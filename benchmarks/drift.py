@@ -24,8 +24,9 @@ from torch import Tensor, nn
 
 from benchmarks.measuring import Options, Result, Target
 from flyte_ddp import Hyperparameters, arrays, fetch, on_demand, run_training
+from flyte_ddp.core.models.inputs import prepare_inputs
+from flyte_ddp.core.settings import Settings
 from flyte_ddp.datasets import open_arrays
-from flyte_ddp.models.inputs import prepare_inputs
 from flyte_ddp.monitor.compare import ALPHA, FLOOR, SAMPLES, compare_columns
 from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.predict.sample_columns import (
@@ -35,7 +36,6 @@ from flyte_ddp.predict.sample_columns import (
     draw_samples,
     join_columns,
 )
-from flyte_ddp.settings import Settings
 
 SIZES, TESTED = (200, 2000, 20_000), 2000
 POOL, TRAINED = 60_000, 2000  # drawn rows and texts

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import call, fashion_mnist, run_library
+from flyte_ddp.core.machine.resources import Bf16, bf16_support
 from flyte_ddp.datasets import SampleArrays, open_arrays
-from flyte_ddp.machine.resources import Bf16, bf16_support
 
 COMMON = {"batch_size": 256, "learning_rate": 0.05, "momentum": 0.9, "num_ranks": 2}
 SMALL_TEST_BATCH = "plain with test batches of 250"

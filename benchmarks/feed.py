@@ -16,16 +16,16 @@ from benchmarks import generated_images
 from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import call
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.launch.supervise.rank import configure_malloc
+from flyte_ddp.core.loading.arrays import open_array_batches
+from flyte_ddp.core.loading.split import Split
+from flyte_ddp.core.loading.workers import LoaderPool, LoaderThreads
+from flyte_ddp.core.order.sampling import ListedOrder
+from flyte_ddp.core.settings import Settings
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.datasets.encoded import opening
 from flyte_ddp.datasets.prepared import open_splits
-from flyte_ddp.launch.supervise.rank import configure_malloc
-from flyte_ddp.loading.arrays import open_array_batches
-from flyte_ddp.loading.split import Split
-from flyte_ddp.loading.workers import LoaderPool, LoaderThreads
-from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.plans.resolve import detect_hardware
-from flyte_ddp.settings import Settings
 
 OPERATIONS, BATCH, SIDE = 500, 2, 64  # so that one core decodes a batch in less than a step
 IMAGES, PER_SHARD = 2000, 250

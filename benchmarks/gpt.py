@@ -25,14 +25,14 @@ from benchmarks.running import call
 from benchmarks.sample_tasks import GPT, generate_texts, text_loss
 from benchmarks.step_sides import make_work, train_ours
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.launch.supervise.link import RankInfo
+from flyte_ddp.core.launch.supervise.rank import Rank, configure_malloc
+from flyte_ddp.core.order import sampling
+from flyte_ddp.core.training.recording import Recorder
+from flyte_ddp.core.training.training_state import TrainingState
 from flyte_ddp.datasets import fetch, open_prepared
-from flyte_ddp.launch.supervise.link import RankInfo
-from flyte_ddp.launch.supervise.rank import Rank, configure_malloc
-from flyte_ddp.order import sampling
 from flyte_ddp.plans.opened_data import OpenedData
 from flyte_ddp.plans.resolve import detect_hardware, resolve
-from flyte_ddp.training.recording import Recorder
-from flyte_ddp.training.training_state import TrainingState
 
 RANKS, BATCH, RATE = 2, 8, 1e-3
 OURS: dict[str, Any] = {

@@ -24,10 +24,10 @@ from benchmarks.overhead import add_steps
 from benchmarks.running import ROOT, call, environment, write_data
 from benchmarks.step_sides import make_images
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.machine.resources import count_cores, count_gpus
+from flyte_ddp.core.machine.resources import count_cores, count_gpus
+from flyte_ddp.core.settings import Settings
+from flyte_ddp.core.text.json_lines import read_records
 from flyte_ddp.run import run_training
-from flyte_ddp.settings import Settings
-from flyte_ddp.text.json_lines import read_records
 
 WHOLE_SECONDS, CASE_SECONDS, LEAST_SECONDS = 300.0, 90.0, 10.0
 RESNET50, SHARDS, DECODING = "ResNet-50, 224 px, batch 256", "ResNet-50 from shards", "decoding alone"

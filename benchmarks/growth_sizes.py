@@ -42,9 +42,9 @@ def predict(rows: int, classes: int) -> float:
     import torch
     from PIL import Image
 
-    from flyte_ddp.models.inputs import InputSpec
-    from flyte_ddp.models.saving import make_sidecar_input, save_model
-    from flyte_ddp.models.sidecar import Digests, Sidecar
+    from flyte_ddp.core.models.inputs import InputSpec
+    from flyte_ddp.core.models.saving import make_sidecar_input, save_model
+    from flyte_ddp.core.models.sidecar import Digests, Sidecar
     from flyte_ddp.predict.predict import write_prediction_table
 
     spec = InputSpec(channels=1, height=SIDE, width=SIDE, mean=(0.5,), std=(0.5,))
@@ -77,9 +77,9 @@ def evaluate(where: str, classes: int, batches: int) -> dict[str, float]:
     """Return the peak memory that an evaluation adds, in units of a batch's logits, and the seconds."""
     import torch
 
+    from flyte_ddp.core.training.evaluate import gather_columns
     from flyte_ddp.objectives import Classification, Facts
     from flyte_ddp.release.evaluation import Evaluation
-    from flyte_ddp.training.evaluate import gather_columns
 
     torch.set_num_threads(1)
     objective = Classification(Facts(tuple(map(str, range(classes)))))

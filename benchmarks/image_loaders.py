@@ -27,15 +27,15 @@ from torchvision.transforms import v2
 from benchmarks import generated_images
 from benchmarks.running import most_memory
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.launch.supervise.rank import configure_malloc
+from flyte_ddp.core.loading.split import Split
+from flyte_ddp.core.models.inputs import InputSpec, prepare_inputs
+from flyte_ddp.core.settings import Settings
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.datasets.encoded import cropping
 from flyte_ddp.datasets.encoded.decoding import decode_image
 from flyte_ddp.datasets.prepared import open_splits
-from flyte_ddp.launch.supervise.rank import configure_malloc
-from flyte_ddp.loading.split import Split
-from flyte_ddp.models.inputs import InputSpec, prepare_inputs
 from flyte_ddp.plans.resolve import detect_hardware
-from flyte_ddp.settings import Settings
 
 SIZE, WORKERS = 224, 2
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

@@ -18,11 +18,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import call
+from flyte_ddp.core.loading.workers import LoaderPool
+from flyte_ddp.core.lookahead import start_ahead
 from flyte_ddp.datasets.items import ItemBatches, ItemLoader
 from flyte_ddp.datasets.items import Items as OurItems
 from flyte_ddp.datasets.on_demand_set import OnDemand, OnDemandSet, on_demand
-from flyte_ddp.loading.workers import LoaderPool
-from flyte_ddp.lookahead import start_ahead
 
 WORKERS, BATCH, EPOCHS = 2, 64, 3
 ITEMS = {"cheap": 40_000, "expensive": 1280}

@@ -11,9 +11,9 @@ RANKS = 2
 
 def tutorial(num_classes: int, input_shape: tuple[int, int, int]) -> Any:
     """Return the tutorial's network. Writes the process id of the rank to a file."""
-    from flyte_ddp.models.inputs import InputSpec
+    from flyte_ddp.core.models.inputs import InputSpec
+    from flyte_ddp.core.parallel.distributed import rank
     from flyte_ddp.models.zoo import Tutorial
-    from flyte_ddp.parallel.distributed import rank
 
     Path(os.environ[PIDS], str(rank())).write_text(str(os.getpid()))
     channels, height, width = input_shape

@@ -18,12 +18,12 @@ from benchmarks.launcher_ranks import PIDS, RANKS, bare_rank, bare_worker
 from benchmarks.own_loop import open_launcher
 from benchmarks.running import most_memory
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import RankError
+from flyte_ddp.core.errors import RankError
+from flyte_ddp.core.runs.run_folder import UNFINISHED
+from flyte_ddp.core.runs.work import Launch
+from flyte_ddp.core.settings import Settings
+from flyte_ddp.core.text.json_lines import read_records
 from flyte_ddp.run import run_training
-from flyte_ddp.runs.run_folder import UNFINISHED
-from flyte_ddp.runs.work import Launch
-from flyte_ddp.settings import Settings
-from flyte_ddp.text.json_lines import read_records
 
 
 def bare_spawn(folder: str) -> None:
@@ -63,7 +63,7 @@ def bare_dask(client: Any, folder: str) -> None:
 def engine(name: str) -> Iterator[tuple[Launch, Callable[[str], None]]]:
     """Yield our launcher and the bare one, on a cluster that stands."""
     if name == "spawn":
-        from flyte_ddp.launch import spawn
+        from flyte_ddp.core.launch import spawn
 
         yield spawn.launch, bare_spawn
         return

@@ -14,8 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from flyte_ddp.errors import StoppedError
-from flyte_ddp.files import replace_file
+from flyte_ddp.core.errors import StoppedError
+from flyte_ddp.core.files import replace_file
 
 TRIES = 3  # of a measurement whose process fails
 PACKAGES = ["torch", "torchvision", "torchcodec", "simplejpeg", "pillow", "flytekit", "flytekitplugins-kfpytorch"]

@@ -32,11 +32,11 @@ from torchvision.models import resnet18
 from benchmarks.measuring import Options, Result, Target
 from benchmarks.running import ROOT, fashion_mnist
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.runs.run_folder import is_finished
+from flyte_ddp.core.settings import Settings
+from flyte_ddp.core.text.json_lines import read_records
 from flyte_ddp.datasets import open_arrays
 from flyte_ddp.run import run_training
-from flyte_ddp.runs.run_folder import is_finished
-from flyte_ddp.settings import Settings
-from flyte_ddp.text.json_lines import read_records
 
 FOLDER = "FLYTE_DDP_PUBLISHED_WEIGHTS"  # environment: where the weights of each epoch go
 # Epoch by epoch, in the document's order; it titles both of the first two "2 GPUs", and says that they are of 2 and 4.

@@ -37,10 +37,10 @@ from benchmarks.link import Host, linked_hosts
 from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import LIMIT_SECONDS, ROOT, call, environment, fashion_mnist
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.launch import elastic
+from flyte_ddp.core.settings import Settings
+from flyte_ddp.core.text.json_lines import read_records
+from flyte_ddp.engines import elastic
 from flyte_ddp.run import run_training
-from flyte_ddp.settings import Settings
-from flyte_ddp.text.json_lines import read_records
 
 NETWORKS = {"small_cnn": 256, "resnet18": 64}  # with the batch of two ranks
 SPEEDS = (200, 1000)  # Mbit/s of the links that there are
@@ -210,7 +210,7 @@ def ring_bytes(ranks: int, size: int) -> float:
 
 
 def gradient_bytes(base: Mapping[str, Any]) -> int:
-    from flyte_ddp.models.inputs import InputSpec
+    from flyte_ddp.core.models.inputs import InputSpec
     from flyte_ddp.models.zoo import build_model
 
     hp = Hyperparameters(**base)

@@ -26,10 +26,10 @@ from benchmarks.own_loop import open_launcher
 from benchmarks.recovery_ranks import BATCH
 from benchmarks.running import ROOT, descendants, environment, fashion_mnist, process_name, run_command
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.runs.run_folder import UNFINISHED
+from flyte_ddp.core.settings import Settings
+from flyte_ddp.core.text.json_lines import read_records
 from flyte_ddp.run import run_training
-from flyte_ddp.runs.run_folder import UNFINISHED
-from flyte_ddp.settings import Settings
-from flyte_ddp.text.json_lines import read_records
 
 STEPS = {"tutorial": 80, "wide": 40}
 MODELS = {"tutorial": "tutorial", "wide": "benchmarks.recovery_ranks:wide"}

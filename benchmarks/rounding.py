@@ -12,10 +12,10 @@ from typing import Any
 from benchmarks.measuring import Options, Result, Target
 from benchmarks.running import call, fashion_mnist
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.settings import Settings
+from flyte_ddp.core.text.json_lines import read_records
 from flyte_ddp.datasets import fetch
 from flyte_ddp.run import run_training
-from flyte_ddp.settings import Settings
-from flyte_ddp.text.json_lines import read_records
 
 RANKS, ENGINES = (1, 2, 4), ("elastic", "ray", "dask")
 EPOCHS = {"digits": 5, "fashion_mnist": 3}
@@ -64,6 +64,6 @@ def train_once(settings: dict[str, Any], data: str, run: str, engine: str) -> No
         import ray
 
         ray.init(num_cpus=hp.num_ranks, include_dashboard=False)  # as many as are asked for, whatever the machine has
-    launch = importlib.import_module(f"flyte_ddp.launch.{engine}").launch
+    launch = importlib.import_module(f"flyte_ddp.core.launch.{engine}").launch
     quiet = Settings(progress="off", wandb_mode="disabled")
     run_training(hp, Path(data), Path(run), quiet, launch=launch, threads=1)

@@ -18,16 +18,16 @@ from benchmarks.running import write_data
 from benchmarks.step_sides import COMMON, QUIET, make_images
 from flyte_ddp import current_rank
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.launch.supervise.rank import configure_malloc
+from flyte_ddp.core.runs.work import Work
+from flyte_ddp.core.training.checkpointing import Checkpointer
+from flyte_ddp.core.training.plan import TrainingJob
+from flyte_ddp.core.training.recording import Recorder
+from flyte_ddp.core.training.training_state import TrainingState
 from flyte_ddp.datasets import open_prepared
-from flyte_ddp.launch.supervise.rank import configure_malloc
 from flyte_ddp.plans.identity import checkpoint_identity
 from flyte_ddp.plans.opened_data import OpenedData
 from flyte_ddp.plans.resolve import detect_hardware, request_ranks, resolve
-from flyte_ddp.runs.work import Work
-from flyte_ddp.training.checkpointing import Checkpointer
-from flyte_ddp.training.plan import TrainingJob
-from flyte_ddp.training.recording import Recorder
-from flyte_ddp.training.training_state import TrainingState
 
 WIDTH = 1024  # of a layer, whose weight takes 4 MiB; Adam keeps two more tensors of that size
 Seconds = dict[str, list[float]]

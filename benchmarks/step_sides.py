@@ -24,20 +24,20 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from benchmarks.running import write_data
 from benchmarks.sample_tasks import generate_table, generate_texts
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.launch.supervise.rank import configure_malloc
+from flyte_ddp.core.machine.resources import detect_world
+from flyte_ddp.core.models.inputs import InputSpec
+from flyte_ddp.core.runs.work import Work
+from flyte_ddp.core.settings import Settings
+from flyte_ddp.core.training.plan import TrainingJob
+from flyte_ddp.core.training.recording import Recorder
+from flyte_ddp.core.training.train import remaining_batches, train_step
+from flyte_ddp.core.training.training_state import TrainingState
 from flyte_ddp.datasets import SampleArrays, arrays, fetch, image_arrays, open_prepared
 from flyte_ddp.datasets.prepared_set import PreparedSet
-from flyte_ddp.launch.supervise.rank import configure_malloc
-from flyte_ddp.machine.resources import detect_world
-from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.plans.identity import checkpoint_identity
 from flyte_ddp.plans.opened_data import OpenedData
 from flyte_ddp.plans.resolve import detect_hardware, request_ranks, resolve
-from flyte_ddp.runs.work import Work
-from flyte_ddp.settings import Settings
-from flyte_ddp.training.plan import TrainingJob
-from flyte_ddp.training.recording import Recorder
-from flyte_ddp.training.train import remaining_batches, train_step
-from flyte_ddp.training.training_state import TrainingState
 
 QUIET = Settings(progress="off")
 COMMON = {"validation_fraction": 0.0, "schedule": "constant", "epochs": 1000, "num_ranks": 1, "learning_rate": 1e-3}

@@ -20,9 +20,9 @@ from benchmarks.measuring import Options, Result, Target
 from benchmarks.running import call, fashion_mnist
 from benchmarks.table import OURS
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.settings import Settings
 from flyte_ddp.datasets import fetch
 from flyte_ddp.run import run_part
-from flyte_ddp.settings import Settings
 from flyte_ddp.sweep.halving import TrialResult, pick_winner, rank_trials, read_rung
 from flyte_ddp.sweep.space import ETA, Sweep, draw_trials
 

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from flyte_ddp.errors import UserError, unknown_name_error
+from flyte_ddp.core.errors import UserError, unknown_name_error
 
 # Each data set with the side of its square images, in pixels.
 DATASETS: dict[str, int] = {"digits": 8, "mnist": 28, "fashion_mnist": 28, "cifar10": 32}

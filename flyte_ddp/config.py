@@ -1,7 +1,7 @@
 """Hyperparameters of a training run, as one flat, frozen and checked dataclass.
 
-Every field is part of the cache key. Other settings come from the environment (:mod:`flyte_ddp.settings`). This module
-imports nothing heavy, because registration, command-line parsing and cache hits import it.
+Every field is part of the cache key. Other settings come from the environment (:mod:`flyte_ddp.core.settings`). This
+module imports nothing heavy, because registration, command-line parsing and cache hits import it.
 """
 
 # No "from __future__ import annotations" here: flytekit derives the console's form from real types.
@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from flyte_ddp import catalog
-from flyte_ddp.checks.fields import OWN_CODE, CheckedFields, setting, short_repr
-from flyte_ddp.checks.parsing import YAML_NUMBER, JsonObject, list_texts, parse_json
-from flyte_ddp.errors import UserError, unknown_name_error
-from flyte_ddp.hardware import check_batch_size
+from flyte_ddp.core.checks.fields import OWN_CODE, CheckedFields, setting, short_repr
+from flyte_ddp.core.checks.parsing import YAML_NUMBER, JsonObject, list_texts, parse_json
+from flyte_ddp.core.errors import UserError, unknown_name_error
+from flyte_ddp.core.hardware import check_batch_size
 
 FIELDS_WITH_OPTIONS = ("model", "objective")  # hyperparameters that name callables with options
 

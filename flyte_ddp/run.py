@@ -5,18 +5,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.files import SIDECAR, WEIGHTS
+from flyte_ddp.core.launch.default import choose_launcher
+from flyte_ddp.core.models.sidecar import read_sidecar
+from flyte_ddp.core.progress import Progress
+from flyte_ddp.core.runs.procedure import open_run
+from flyte_ddp.core.runs.run_folder import METRICS, OUTPUTS, REPORT, RUNG, UNFINISHED
+from flyte_ddp.core.runs.work import Launch, Work
+from flyte_ddp.core.settings import Settings, read_settings
 from flyte_ddp.datasets.prepared import check_prepared_set
-from flyte_ddp.files import SIDECAR, WEIGHTS
-from flyte_ddp.launch.default import choose_launcher
 from flyte_ddp.models.initial_weights import fetch_weights
-from flyte_ddp.models.sidecar import read_sidecar
 from flyte_ddp.plans.identity import checkpoint_identity
 from flyte_ddp.plans.resolve import request_ranks, resolve
-from flyte_ddp.progress import Progress
-from flyte_ddp.runs.procedure import open_run
-from flyte_ddp.runs.run_folder import METRICS, OUTPUTS, REPORT, RUNG, UNFINISHED
-from flyte_ddp.runs.work import Launch, Work
-from flyte_ddp.settings import Settings, read_settings
 from flyte_ddp.storage.result_store import mirror_results
 
 
@@ -66,7 +66,8 @@ def run_training(
         run_folder: The folder of the run.
         settings: The settings of the run (None: from the environment).
         launch: Finds capacity for the ranks, starts the ranks, and waits for their end. By default, one rank runs in
-            this process (``launch/single.py``), and several ranks run in separate processes (``launch/spawn.py``).
+            this process (``core/launch/single.py``), and several ranks run in separate processes
+            (``core/launch/spawn.py``).
         threads: CPU threads of each rank (0: the rank's share of the cores). The number changes rounding.
 
     Raises:
@@ -98,10 +99,10 @@ def run_part(
     :func:`run_training`.
     """
     # Imported here so that importing this module stays cheap for command-line start-up.
+    from flyte_ddp.core.training.plan import INITIAL_WEIGHTS, TrainingJob
     from flyte_ddp.report import report
     from flyte_ddp.report.page import write_html
     from flyte_ddp.tracking import wandb_run
-    from flyte_ddp.training.plan import INITIAL_WEIGHTS, TrainingJob
 
     settings = settings or read_settings()
     request = replace(request_ranks(hp), threads=threads)
@@ -110,7 +111,7 @@ def run_part(
     for warning in check_prepared_set(data, hp):
         progress.print_note(warning)
     work = Work(
-        function="flyte_ddp.training.train:train",
+        function="flyte_ddp.core.training.train:train",
         arguments=TrainingJob(resolve(hp), data, steps_divisor),
         request=request,
         output_folder=unfinished,

@@ -11,19 +11,19 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
-from flyte_ddp import results
-from flyte_ddp.errors import BusyError, RankError, UserError, print_to_stderr
-from flyte_ddp.launch.default import choose_launcher
-from flyte_ddp.loops.call import RETURNED, Call, pickle_call
-from flyte_ddp.machine.resources import Request
-from flyte_ddp.runs import checkpoint
-from flyte_ddp.runs.checkpoint import Identity
-from flyte_ddp.runs.procedure import open_run
-from flyte_ddp.runs.run_folder import METRICS, REPORT, hold_run_folder
-from flyte_ddp.runs.work import Launch, Work
-from flyte_ddp.settings import Settings, read_settings
+from flyte_ddp.core import results
+from flyte_ddp.core.errors import BusyError, RankError, UserError, print_to_stderr
+from flyte_ddp.core.launch.default import choose_launcher
+from flyte_ddp.core.loops.call import RETURNED, Call, pickle_call
+from flyte_ddp.core.machine.resources import Request
+from flyte_ddp.core.runs import checkpoint
+from flyte_ddp.core.runs.checkpoint import Identity
+from flyte_ddp.core.runs.procedure import open_run
+from flyte_ddp.core.runs.run_folder import METRICS, REPORT, hold_run_folder
+from flyte_ddp.core.runs.work import Launch, Work
+from flyte_ddp.core.settings import Settings, read_settings
+from flyte_ddp.core.text.json_lines import read_records
 from flyte_ddp.storage.result_store import mirror_results
-from flyte_ddp.text.json_lines import read_records
 
 
 def run_ranks(
@@ -47,8 +47,8 @@ def run_ranks(
             GPU.
         folder: The folder for records, checkpoints and files of the run (None: a temporary folder). A run resumes from
             its folder. Success deletes the checkpoints.
-        launch: Starts the ranks, such as ``flyte_ddp.launch.ray.launch``. By default, several ranks run in processes of
-            this machine, and a single rank runs in this process.
+        launch: Starts the ranks, such as ``flyte_ddp.engines.ray.launch``. By default, several ranks run in processes
+            of this machine, and a single rank runs in this process.
         timeout: Seconds that a rank waits for other ranks in a collective operation (None: FLYTE_DDP_TIMEOUT).
         kwargs: Keyword arguments of the function, which are pickled. An argument with the name of a parameter above
             must be passed by functools.partial.
@@ -115,7 +115,7 @@ def run_call(
             f"{checkpoint.GO_ON}={folder.name}: {folder} has no save to resume from; unset {checkpoint.GO_ON}"
         )
     work = Work(
-        function="flyte_ddp.loops.in_rank:run_function",
+        function="flyte_ddp.core.loops.in_rank:run_function",
         arguments=call,
         request=request,
         output_folder=folder,  # not unfinished/ in it, so that returned paths stay valid

@@ -32,9 +32,9 @@ from flytekit.core.type_engine import TypeTransformerFailedError
 from flytekit.exceptions.user import FlyteEntityNotFoundException
 from flytekit.tools import script_mode
 
-from flyte_ddp.checks.parsing import MisreadError
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError, install_hint
+from flyte_ddp.core.checks.parsing import MisreadError
+from flyte_ddp.core.errors import RankError, StoppedError, UnreachableError, UserError, install_hint
 from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.pods import environment, outcomes
 from flyte_ddp.pods.profiles import ENGINES

@@ -13,11 +13,11 @@ from flytekit.types.directory import FlyteDirectory
 from flytekitplugins.kfpytorch.task import Elastic
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.runs.run_folder import UNFINISHED
 from flyte_ddp.pods.live_page import publish_report_while_training
 from flyte_ddp.pods.paths import resolve_folder
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.profiles import ENGINES, chosen_profile, read_node_range
-from flyte_ddp.runs.run_folder import UNFINISHED
 from flytekitplugins.ddp.elastic import ReplacedPodsTask, elastic_options
 from flytekitplugins.ddp.flyte import PLATFORM, translate_errors_for_flyte
 from tasks import pods
@@ -37,7 +37,7 @@ class ElasticTrainingTask(ReplacedPodsTask):
 
         A local run trains in workers of this machine. A pod starts workers and publishes the report during training.
         """
-        from flyte_ddp.launch import elastic
+        from flyte_ddp.engines import elastic
 
         version = inputs["run_version"]
         if not is_in_pod():
@@ -63,7 +63,7 @@ def train_on_elastic(hp: Hyperparameters, data: FlyteDirectory, run_version: str
 
     The inputs are outputs of check_inputs. The outputs are those of train_model.
     """
-    from flyte_ddp.launch import elastic
+    from flyte_ddp.engines import elastic
     from flyte_ddp.plans.data_on_host import find_data_on_host
 
     run = partial(train_in_run_folder, hp, data, run_version, elastic.launch)

@@ -15,9 +15,9 @@ from flytekit.models.annotation import TypeAnnotation
 from flytekit.models.interface import Parameter, Variable
 from flytekit.models.types import LiteralType, SimpleType, TypeStructure
 
-from flyte_ddp.checks.fields import CheckedFields
-from flyte_ddp.checks.parsing import JsonObject
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.checks.fields import CheckedFields
+from flyte_ddp.core.checks.parsing import JsonObject
 from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.sweep.space import Sweep

@@ -13,15 +13,15 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from flyte_ddp import storage
-from flyte_ddp.errors import UserError
-from flyte_ddp.machine import resources
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.machine import resources
+from flyte_ddp.core.settings import read_settings
 from flyte_ddp.monitor.records import read_windows, record_window
 from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.monitor.window import Window
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.platforms import NO_SCHEDULE, author_name, is_in_pod
 from flyte_ddp.release.promotion import find_champion
-from flyte_ddp.settings import read_settings
 from tasks import pods
 from tasks.flyte import flyte_task, output_folder
 from tasks.release import open_registry

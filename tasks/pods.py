@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Optional
 from flytekit import Cache, PodTemplate, Secret
 from flytekit.extras.accelerators import GPUAccelerator
 
+from flyte_ddp.core.settings import REGISTRY_PODS, REQUESTED_GPUS, read_number, read_text, read_whole_number
+from flyte_ddp.core.user_code.digest import library_digest
 from flyte_ddp.pods import environment
 from flyte_ddp.pods.profiles import Size, chosen_profile, size_of_part
-from flyte_ddp.settings import REGISTRY_PODS, REQUESTED_GPUS, read_number, read_text, read_whole_number
-from flyte_ddp.user_code.digest import library_digest
 from flytekitplugins.ddp.resources import TaskOptions, flytekit_resources
 
 if TYPE_CHECKING:

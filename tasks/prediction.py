@@ -8,13 +8,13 @@ from flytekit import Deck
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from flyte_ddp.errors import UserError
-from flyte_ddp.machine import resources
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.machine import resources
+from flyte_ddp.core.settings import read_settings
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.run_inputs import find_or_fetch_data_set
 from flyte_ddp.release.promotion import download_champion
 from flyte_ddp.release.registry import Registry
-from flyte_ddp.settings import read_settings
 from tasks import pods
 from tasks.flyte import PythonPickledFile, flyte_task, output_file, output_folder
 

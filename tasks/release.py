@@ -10,7 +10,8 @@ from flytekit.core.type_engine import TypeEngine
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from flyte_ddp.machine import resources
+from flyte_ddp.core.machine import resources
+from flyte_ddp.core.settings import read_settings
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.outcomes import print_outcome
 from flyte_ddp.pods.platforms import author_name, is_in_pod
@@ -19,7 +20,6 @@ from flyte_ddp.release import promotion
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.registry import Entry, Registry
 from flyte_ddp.release.verdict import Released, Verdict
-from flyte_ddp.settings import read_settings
 from flyte_ddp.validation.profile import DataProfile
 from tasks import pods
 from tasks.flyte import PythonPickledFile, flyte_task, output_folder

@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 from flytekit.types.directory import FlyteDirectory
 
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.settings import read_settings
+from flyte_ddp.core.text.formatting import format_count
 from flyte_ddp.pods import paths
-from flyte_ddp.settings import read_settings
-from flyte_ddp.text.formatting import format_count
 from tasks import pods
 from tasks.flyte import flyte_task, output_folder
 

@@ -15,11 +15,11 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.runs.run_folder import UNFINISHED
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.retries import checkpoints_address, pod_run
 from flyte_ddp.run import run_part
-from flyte_ddp.runs.run_folder import UNFINISHED
 from flyte_ddp.storage import join
 from flyte_ddp.sweep import halving
 from flyte_ddp.sweep.halving import TrialResult

@@ -7,16 +7,16 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import shorten_path
+from flyte_ddp.core.errors import shorten_path
+from flyte_ddp.core.text.formatting import format_measure, name_measure
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.platforms import is_in_pod
-from flyte_ddp.text.formatting import format_measure, name_measure
 from tasks import pods
 from tasks.flyte import PLATFORM, PythonPickledFile, flyte_task, output_file
 
 if TYPE_CHECKING:
+    from flyte_ddp.core.runs.work import Launch
     from flyte_ddp.run import Result
-    from flyte_ddp.runs.work import Launch
 
 
 class TrainingOutputs(NamedTuple):
@@ -48,10 +48,10 @@ def train_in_run_folder(
     If a local run is finished, returns the result without training, unless retraining is requested. In a pod, publishes
     the report and uploads checkpoints during training. ``launch`` starts the ranks (None: in this pod or machine).
     """
+    from flyte_ddp.core.runs.run_folder import UNFINISHED, is_finished
     from flyte_ddp.pods.live_page import publish_report_while_training
     from flyte_ddp.pods.retries import pod_run
     from flyte_ddp.run import read_result, run_training
-    from flyte_ddp.runs.run_folder import UNFINISHED, is_finished
 
     folder = paths.resolve_folder(run_version)
     # Flyte's cache misses a run whose launching process was killed at the very end, or that another launcher trained.

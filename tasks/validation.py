@@ -7,13 +7,13 @@ from flytekit import Deck
 from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import UnreachableError, UserError, print_to_stderr
+from flyte_ddp.core.errors import UnreachableError, UserError, print_to_stderr
+from flyte_ddp.core.settings import read_settings
+from flyte_ddp.core.user_code.digest import package_digest
 from flyte_ddp.pods.paths import registry_address
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.promotion import read_data_profile
 from flyte_ddp.release.registry import Registry
-from flyte_ddp.settings import read_settings
-from flyte_ddp.user_code.digest import package_digest
 from flyte_ddp.validation.profile import DataProfile, render_profile
 from tasks import pods
 from tasks.flyte import download_from_folder, flyte_task

@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from flyte_ddp.checks.parsing import DEEPEST, TOO_DEEP, MisreadError, find_doubled, parse_json
+from flyte_ddp.core.checks.parsing import DEEPEST, TOO_DEEP, MisreadError, find_doubled, parse_json
 
 TAG = "tag:yaml.org,2002:"
 MOST_PARTS = 100_000  # of a file, with each alias counted as a copy of its target

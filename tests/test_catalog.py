@@ -11,9 +11,9 @@ from torchvision.models import regnet
 
 from flyte_ddp import catalog, datasets
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.models.inputs import InputSpec, prepare_inputs
 from flyte_ddp.models import zoo
-from flyte_ddp.models.inputs import InputSpec, prepare_inputs
 from flyte_ddp.objectives import BUILT_IN
 
 ALL = set(torchvision.models.list_models())

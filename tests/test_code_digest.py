@@ -8,19 +8,21 @@ from pathlib import Path
 import pytest
 from cli import ROOT
 
-from flyte_ddp.user_code.digest import DECIDING, library_digest, list_python_files, package_digest
+from flyte_ddp.core.user_code.digest import DECIDING, library_digest, list_python_files, package_digest
 
 LIBRARY = ROOT / "flyte_ddp"
 DECIDES_NOTHING = {  # files that are imported by those that decide
-    "checks/fields config": "values of hyperparameters are in the key themselves",
-    "checks/arrays checks/forms checks/parsing checks/records": "which files and JSON are refused",
-    "settings": "what does not change a run's result",
-    "errors machine/clock progress results text/formatting text/json_lines text/sections": "what is told, and how",
-    "text/credentials files lookahead machine/process machine/waiting": "how files, processes and threads are treated",
-    "user_code/callables user_code/digest user_code/source user_code/stored user_code/version": "which code there is",
-    "launch/supervise/rank": "how ranks start, meet and end; parallel/ decides what they compute together",
-    "runs/checkpoint runs/checkpoint_writer": "how a state gets to a file and back",
-    "runs/metrics runs/run_folder runs/work": "what ranks are told, and where the files of a run are",
+    "core/checks/fields config": "values of hyperparameters are in the key themselves",
+    "core/checks/arrays core/checks/forms core/checks/parsing core/checks/records": "which files and JSON are refused",
+    "core/settings": "what does not change a run's result",
+    "core/errors core/machine/clock core/progress core/results": "what is told, and how",
+    "core/text/formatting core/text/json_lines core/text/sections core/text/credentials": "what is told, and how",
+    "core/files core/lookahead core/machine/process core/machine/waiting": "how files and threads are treated",
+    "core/user_code/callables core/user_code/digest core/user_code/source": "which code there is",
+    "core/user_code/stored core/user_code/version": "which code there is",
+    "core/launch/supervise/rank": "how ranks start, meet and end; parallel/ decides what they compute together",
+    "core/runs/checkpoint core/runs/checkpoint_writer": "how a state gets to a file and back",
+    "core/runs/metrics core/runs/run_folder core/runs/work": "what ranks are told, and where the files of a run are",
     "storage/addresses storage/identity": "where bytes come from, and what is known of them",
     "shards/cache shards/locks shards/parallel": "where the bytes of shards come from",
     "shards/packing shards/scanning": "make and check shards, which the fingerprint of the data covers",
@@ -53,7 +55,7 @@ def add_statement(text: str) -> str:
 
 def test_what_decides_no_result_retrains_nothing(library: Path) -> None:
     for name, change in (
-        ("variables.toml", lambda text: text.replace('"60"', '"61"')),  # the default of a variable
+        ("core/variables.toml", lambda text: text.replace('"60"', '"61"')),  # the default of a variable
         ("release/checks.py", add_statement),
     ):
         assert digest_after(change, library, name) == library_digest()

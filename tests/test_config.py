@@ -17,7 +17,7 @@ from google.protobuf import struct_pb2
 from hyperparameter_values import BAD, GOOD, NOT_EVERYWHERE, RANGES, TYPES, Values
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
 
 
 def python(literal: Literal) -> Hyperparameters:

@@ -7,12 +7,12 @@ import pytest
 from training_runs import train_in
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import UserError
-from flyte_ddp.machine import resources
-from flyte_ddp.machine.resources import Bf16, Cpu, read_cpu
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.machine import resources
+from flyte_ddp.core.machine.resources import Bf16, Cpu, read_cpu
+from flyte_ddp.core.text.json_lines import read_records
+from flyte_ddp.core.training import train as training
 from flyte_ddp.plans import resolve
-from flyte_ddp.text.json_lines import read_records
-from flyte_ddp.training import train as training
 
 HP = Hyperparameters(num_ranks=1, backend="gloo")
 # /proc/cpuinfo as it was on real machines, of which lines and flags that nobody asks for are left out.

@@ -13,15 +13,15 @@ from tars import samples, shard_bytes
 
 from flyte_ddp import storage
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.text.credentials import refuse_credentials
 from flyte_ddp.datasets import fetch
-from flyte_ddp.errors import UserError
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.shards.__main__ import shards
 from flyte_ddp.shards.index import read_index
 from flyte_ddp.shards.scanning import create_index
 from flyte_ddp.storage.result_store import mirror_results
-from flyte_ddp.text.credentials import refuse_credentials
 
 URL = "https://me:hidden@data.example.com/x"
 

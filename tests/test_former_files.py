@@ -5,10 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from flyte_ddp.models.sidecar import read_sidecar
-from flyte_ddp.release.listing import describe_history, describe_version
-from flyte_ddp.release.registry import Registry
-from flyte_ddp.runs.metrics import (
+from flyte_ddp.core.models.sidecar import read_sidecar
+from flyte_ddp.core.runs.metrics import (
     EvaluationRecord,
     FunctionEnd,
     FunctionStart,
@@ -18,6 +16,8 @@ from flyte_ddp.runs.metrics import (
     ValuesRecord,
     read_metrics,
 )
+from flyte_ddp.release.listing import describe_history, describe_version
+from flyte_ddp.release.registry import Registry
 from flyte_ddp.sweep.halving import Progress, read_progress
 
 FOLDER = Path(__file__).with_name("former_files")

@@ -10,11 +10,11 @@ from typing import Annotated, Any
 import numpy as np
 import pytest
 
-from flyte_ddp.checks.arrays import DamagedArraysError, map_array, read_arrays
-from flyte_ddp.checks.forms import COUNT, require_form
-from flyte_ddp.checks.parsing import MisreadError, parse_json
-from flyte_ddp.checks.records import JsonRecord
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.checks.arrays import DamagedArraysError, map_array, read_arrays
+from flyte_ddp.core.checks.forms import COUNT, require_form
+from flyte_ddp.core.checks.parsing import MisreadError, parse_json
+from flyte_ddp.core.checks.records import JsonRecord
+from flyte_ddp.core.errors import UserError
 
 FORM = {
     "name": str,

@@ -7,13 +7,13 @@ import pytest
 from cli import ROOT
 
 HEAVY = ("torch", "torchvision", "wandb", "matplotlib", "sklearn", "boto3", "botocore", "ray", "dask", "distributed")
-LAUNCHER = "flyte_ddp.run, flyte_ddp.training.plan, flyte_ddp.report.report, flyte_ddp.tracking.wandb_run"
+LAUNCHER = "flyte_ddp.run, flyte_ddp.core.training.plan, flyte_ddp.report.report, flyte_ddp.tracking.wandb_run"
 FIRST_STEPS = """
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 from flyte_ddp import Hyperparameters, fetch, run_training
-from flyte_ddp.settings import read_settings
+from flyte_ddp.core.settings import read_settings
 settings = replace(read_settings(), wandb_mode="disabled", progress="off")
 with tempfile.TemporaryDirectory() as folder:
     data = fetch("digits", "", Path(folder, "data"), progress="off")

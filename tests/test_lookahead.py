@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from flyte_ddp.lookahead import map_in_threads
+from flyte_ddp.core.lookahead import map_in_threads
 
 
 def test_results_of_threads_come_in_order_and_an_error_ends_what_has_not_begun() -> None:

@@ -31,12 +31,12 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 from torch import nn
 
-from flyte_ddp.errors import CollectiveError
+from flyte_ddp.core.errors import CollectiveError
+from flyte_ddp.core.launch.supervise.report import Cause, find_cause
+from flyte_ddp.core.loops.in_rank import default_group_timeout, separate_group_stores
+from flyte_ddp.core.machine.process import list_helper_pids
+from flyte_ddp.core.parallel import distributed
 from flyte_ddp.export.graphs import NotExportedError, export_recurrent_layers_as_loops, silence_torch
-from flyte_ddp.launch.supervise.report import Cause, find_cause
-from flyte_ddp.loops.in_rank import default_group_timeout, separate_group_stores
-from flyte_ddp.machine.process import list_helper_pids
-from flyte_ddp.parallel import distributed
 from flyte_ddp.pods.elastic import publish_address_each_time
 from flytekitplugins.ddp.inputs import share_downloads
 from tasks.command_line import exclude_virtual_environment
@@ -148,7 +148,7 @@ MAIN = """
 import sys
 print(__name__, flush=True)
 if __name__ == "__main__":
-    from flyte_ddp.machine.process import spawn_context
+    from flyte_ddp.core.machine.process import spawn_context
     with spawn_context() as context:
         process = context.Process(target=print, args=("child",))
         process.start()

@@ -11,7 +11,7 @@ from typing import TextIO
 
 import pytest
 
-from flyte_ddp.progress import Progress, StepProgress
+from flyte_ddp.core.progress import Progress, StepProgress
 
 
 class Clock:
@@ -27,7 +27,7 @@ class Clock:
 @pytest.fixture(name="clock")
 def clock_of_progress(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("flyte_ddp.progress.time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr("flyte_ddp.core.progress.time", SimpleNamespace(monotonic=clock))
     return clock
 
 

@@ -16,11 +16,11 @@ from training_runs import QUIET, train_in, weights
 
 from flyte_ddp import arrays, load_model
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.order.sampling import ListedOrder
 from flyte_ddp.datasets import fetch
-from flyte_ddp.errors import UserError
 from flyte_ddp.objectives import Classification, Facts
 from flyte_ddp.objectives.language import Language
-from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.predict.new_rows import read_new_rows
 from flyte_ddp.run import Result
 

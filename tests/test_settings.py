@@ -9,11 +9,19 @@ import pytest
 from cli import ROOT
 from flytekit.extras import accelerators
 
-from flyte_ddp import settings
-from flyte_ddp.errors import UserError
+from flyte_ddp.core import settings
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.settings import (
+    ALL_PODS,
+    HERE,
+    REGISTRATION,
+    REGISTRY_PODS,
+    TRAINING_PODS,
+    Variable,
+    read_variable_table,
+)
 from flyte_ddp.pods import environment
 from flyte_ddp.pods.profiles import PROFILES
-from flyte_ddp.settings import ALL_PODS, HERE, REGISTRATION, REGISTRY_PODS, TRAINING_PODS, Variable, read_variable_table
 from flytekitplugins.ddp.elastic import elastic_options
 from tasks import pods
 

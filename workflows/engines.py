@@ -6,7 +6,7 @@ from typing import Any
 from flytekit import workflow
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import print_to_stderr
+from flyte_ddp.core.errors import print_to_stderr
 from tasks.preparation import check_inputs
 from tasks.training import TrainingOutputs
 from workflows.schedules import make_launch_plans, read_schedules, reason_left_out

@@ -21,16 +21,16 @@ from flytekit.core.workflow import PythonFunctionWorkflow
 from flytekit.models.concurrency import ConcurrencyLimitBehavior, ConcurrencyPolicy
 from flytekit.models.core.execution import WorkflowExecutionPhase
 
-from flyte_ddp.checks.fields import CheckedFields, setting, short_repr
-from flyte_ddp.checks.parsing import MisreadError
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import UserError, print_to_stderr
+from flyte_ddp.core.checks.fields import CheckedFields, setting, short_repr
+from flyte_ddp.core.checks.parsing import MisreadError
+from flyte_ddp.core.errors import UserError, print_to_stderr
+from flyte_ddp.core.settings import read_text
 from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.pods.environment import REGISTRY_VARIABLE
 from flyte_ddp.pods.profiles import ENGINES
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.registry import check_model_name
-from flyte_ddp.settings import read_text
 from flyte_ddp.sweep.space import Sweep, check_sweep
 from tasks.command_line import describe_missing_engine
 from tasks.input_form import prefill_form

@@ -28,8 +28,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 from torchvision import models, transforms
 
-from flyte_ddp import batches, current_rank, results, run_ranks
-from flyte_ddp.launch import dask
+from flyte_ddp import batches, current_rank, run_ranks
+from flyte_ddp.core import results
+from flyte_ddp.engines import dask
 from flyte_ddp.storage import join, list_files, read_file
 
 SUBMIT_EVERY = 10  # steps

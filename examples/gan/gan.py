@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.parallel import DistributedDataParallel
 
-from flyte_ddp import batches, current_rank, results, run_ranks
+from flyte_ddp import batches, current_rank, run_ranks
+from flyte_ddp.core import results
 
 NOISE, BATCH = 32, 60  # the last batch of an epoch has 57 samples: BatchNorm needs two on each rank
 

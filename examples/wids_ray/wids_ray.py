@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 from torchvision import models, transforms
 
 from flyte_ddp import current_rank, run_ranks
-from flyte_ddp.launch import ray
+from flyte_ddp.engines import ray
 
 
 @dataclass

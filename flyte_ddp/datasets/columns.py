@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.errors import UserError
-from flyte_ddp.samples.leaves import drop_tensor_parts, form_of, name_leaves, require_numbers, restore_leaves
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.samples.leaves import drop_tensor_parts, form_of, name_leaves, require_numbers, restore_leaves
 
 CATEGORIES = "encode them with scikit-learn's OrdinalEncoder (whole numbers) or OneHotEncoder (columns)"
 DAYS = "convert them to days with .astype('datetime64[D]').astype('int64')"

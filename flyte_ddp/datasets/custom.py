@@ -8,6 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.machine import waiting
+from flyte_ddp.core.progress import Progress
+from flyte_ddp.core.samples.leaves import Leaves, form_of, group_leaves, require_array, restore_leaves
+from flyte_ddp.core.settings import read_number
+from flyte_ddp.core.user_code.callables import load_callable, require_parameters
+from flyte_ddp.core.user_code.source import user_source_digest
 from flyte_ddp.datasets.images import image_arrays
 from flyte_ddp.datasets.on_demand_set import (
     OnDemand,
@@ -21,14 +28,7 @@ from flyte_ddp.datasets.on_demand_set import (
 )
 from flyte_ddp.datasets.sample_arrays import SampleArrays, arrays, convert_weights
 from flyte_ddp.datasets.table import Table, load_table
-from flyte_ddp.errors import UserError
-from flyte_ddp.machine import waiting
-from flyte_ddp.progress import Progress
-from flyte_ddp.samples.leaves import Leaves, form_of, group_leaves, require_array, restore_leaves
-from flyte_ddp.settings import read_number
 from flyte_ddp.storage.identity import content_identity, digest_lines
-from flyte_ddp.user_code.callables import load_callable, require_parameters
-from flyte_ddp.user_code.source import user_source_digest
 
 SETS = ("training set", "test set")
 

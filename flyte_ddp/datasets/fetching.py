@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from flyte_ddp.catalog import DATASET_FORMS
+from flyte_ddp.core.errors import UserError, print_to_stderr, unknown_name_error
+from flyte_ddp.core.files import DISK_FULL
+from flyte_ddp.core.progress import MODES, Progress
 from flyte_ddp.datasets.custom import CustomSet
 from flyte_ddp.datasets.encoded.kinds import EncodedSource, find_encoded_class
 from flyte_ddp.datasets.prepared import open_prepared
 from flyte_ddp.datasets.prepared_folder import DESCRIPTION, VERIFIED, read_description, write_prepared_set
 from flyte_ddp.datasets.published import DATASETS, PublishedSet
-from flyte_ddp.errors import UserError, print_to_stderr, unknown_name_error
-from flyte_ddp.files import DISK_FULL
-from flyte_ddp.progress import MODES, Progress
 
 
 def find_dataset(

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.samples.class_names import normalize_class_names
+from flyte_ddp.core.samples.leaves import require_array, require_numbers
 from flyte_ddp.datasets.sample_arrays import SampleArrays, convert_weights, require_class_numbers, unify_sides
-from flyte_ddp.errors import UserError
-from flyte_ddp.samples.class_names import normalize_class_names
-from flyte_ddp.samples.leaves import require_array, require_numbers
 
 Images = NDArray[np.uint8]
 CHUNK_BYTES = 4 << 20  # size of chunks in which pixels are counted: np.bincount needs eight times their memory

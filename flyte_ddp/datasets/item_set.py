@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 
 from flyte_ddp.catalog import OF_CLASSES
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.samples.leaves import Leaves
 from flyte_ddp.datasets.prepared_set import Opening, PreparedSet
-from flyte_ddp.errors import UserError
-from flyte_ddp.samples.leaves import Leaves
 
 if TYPE_CHECKING:
     import torch
 
-    from flyte_ddp.loading.split import Split, Splits
-    from flyte_ddp.models.inputs import ModelInput
-    from flyte_ddp.order.shard_order import Orders
-    from flyte_ddp.samples.pictures import Pixels
-    from flyte_ddp.settings import Settings
+    from flyte_ddp.core.loading.split import Split, Splits
+    from flyte_ddp.core.models.inputs import ModelInput
+    from flyte_ddp.core.order.shard_order import Orders
+    from flyte_ddp.core.samples.pictures import Pixels
+    from flyte_ddp.core.settings import Settings
 
 
 class ItemSet(PreparedSet):
@@ -55,7 +55,7 @@ class ItemSet(PreparedSet):
         return items.open_test_split(self, opening)
 
     def iterate_test_images(self, opening: Opening) -> Iterator[Pixels]:
-        from flyte_ddp.order.random_state import keep_random_state
+        from flyte_ddp.core.order.random_state import keep_random_state
 
         for sample in range(self.test_samples):
             with keep_random_state():

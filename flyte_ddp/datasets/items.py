@@ -17,16 +17,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from flyte_ddp.catalog import IMAGENET
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets.item_set import ItemSet
-from flyte_ddp.datasets.prepared_set import Opening
-from flyte_ddp.datasets.sample_arrays import require_identifiers
-from flyte_ddp.errors import UserError
-from flyte_ddp.loading.arrays import open_array_batches
-from flyte_ddp.loading.batch_memory import BatchMemory
-from flyte_ddp.loading.collate import PADDED, STACKED, Samples, Types, batch_samples
-from flyte_ddp.loading.samples import SampleLoader
-from flyte_ddp.loading.split import Batch, BatchSource, CheckTargets, Split, Splits, TargetSpec
-from flyte_ddp.loading.user_functions import (
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.loading.arrays import open_array_batches
+from flyte_ddp.core.loading.batch_memory import BatchMemory
+from flyte_ddp.core.loading.collate import PADDED, STACKED, Samples, Types, batch_samples
+from flyte_ddp.core.loading.samples import SampleLoader
+from flyte_ddp.core.loading.split import Batch, BatchSource, CheckTargets, Split, Splits, TargetSpec
+from flyte_ddp.core.loading.user_functions import (
     NO_AUGMENTATION,
     Augmentation,
     Sample,
@@ -34,16 +31,19 @@ from flyte_ddp.loading.user_functions import (
     derive_target_spec,
     require_target,
 )
-from flyte_ddp.loading.worker_sources import WorkerImages, WorkerSource, check_each_target
-from flyte_ddp.loading.workers import LoaderPool, make_pool
-from flyte_ddp.machine.device_copy import copy_to_device
-from flyte_ddp.machine.resources import count_cores
-from flyte_ddp.machine.waiting import limit_wait
-from flyte_ddp.models.inputs import InputSpec, LeafSpec, LeavesSpec, ModelInput
-from flyte_ddp.order.random_state import keep_random_state
-from flyte_ddp.order.sampling import Indices, Order
-from flyte_ddp.order.shard_order import Orders
-from flyte_ddp.samples.leaves import Leaves, form_of, map_leaves, name_leaves
+from flyte_ddp.core.loading.worker_sources import WorkerImages, WorkerSource, check_each_target
+from flyte_ddp.core.loading.workers import LoaderPool, make_pool
+from flyte_ddp.core.machine.device_copy import copy_to_device
+from flyte_ddp.core.machine.resources import count_cores
+from flyte_ddp.core.machine.waiting import limit_wait
+from flyte_ddp.core.models.inputs import InputSpec, LeafSpec, LeavesSpec, ModelInput
+from flyte_ddp.core.order.random_state import keep_random_state
+from flyte_ddp.core.order.sampling import Indices, Order
+from flyte_ddp.core.order.shard_order import Orders
+from flyte_ddp.core.samples.leaves import Leaves, form_of, map_leaves, name_leaves
+from flyte_ddp.datasets.item_set import ItemSet
+from flyte_ddp.datasets.prepared_set import Opening
+from flyte_ddp.datasets.sample_arrays import require_identifiers
 
 LOOKED_AT = 16
 OTHER = LeafSpec((), "other")

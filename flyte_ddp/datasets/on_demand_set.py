@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flyte_ddp.core.errors import MachineError, UserCodeError, UserError
+from flyte_ddp.core.machine.waiting import limit_wait
+from flyte_ddp.core.order.random_state import keep_random_state
+from flyte_ddp.core.samples.class_names import normalize_class_names
+from flyte_ddp.core.samples.leaves import Leaves, refuse_masked, require_array
+from flyte_ddp.core.samples.pictures import require_pixels
+from flyte_ddp.core.user_code.callables import load_callable
 from flyte_ddp.datasets.item_set import ItemSet
 from flyte_ddp.datasets.prepared_folder import open_folder
-from flyte_ddp.errors import MachineError, UserCodeError, UserError
-from flyte_ddp.machine.waiting import limit_wait
-from flyte_ddp.order.random_state import keep_random_state
-from flyte_ddp.samples.class_names import normalize_class_names
-from flyte_ddp.samples.leaves import Leaves, refuse_masked, require_array
-from flyte_ddp.samples.pictures import require_pixels
-from flyte_ddp.user_code.callables import load_callable
 
 ON_DEMAND = "on_demand"  # key in dataset.json of the numbers of samples
 MAP_STYLE = {"__len__": "len()", "__getitem__": "[number]"}  # methods of a map-style set, and how to call them
@@ -70,7 +70,7 @@ class OnDemandSet(ItemSet):
     @cached_property
     def seeded_transforms(self) -> dict[str, list[Any]]:
         """The transforms in the user's data sets that must be seeded, by side."""
-        from flyte_ddp.loading.user_functions import find_seeded_transforms
+        from flyte_ddp.core.loading.user_functions import find_seeded_transforms
 
         sides = {"train": self.sets.train, "test": self.sets.test}
         return {
@@ -89,7 +89,7 @@ class OnDemandSet(ItemSet):
             UserCodeError: User code fails.
             MachineError: User code does not return within FLYTE_DDP_TIMEOUT.
         """
-        from flyte_ddp.loading.user_functions import seed_for
+        from flyte_ddp.core.loading.user_functions import seed_for
 
         samples, where = getattr(self.sets, side), f"dataset={self.name!r}: {side} sample {sample}"
         seed_for("dataset", seed, epoch or 0, sample, self.seeded_transforms[side])

@@ -12,26 +12,26 @@ from numpy.typing import NDArray
 
 from flyte_ddp.catalog import check_positives, check_select_by, check_two_classes
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.order.sampling import ListedOrder, Order
+from flyte_ddp.core.order.shard_order import SampleOrder
+from flyte_ddp.core.order.weighted import draw_by_weights, inverse_class_counts, make_custom_order
+from flyte_ddp.core.samples.leaves import IGNORED
+from flyte_ddp.core.text.formatting import join_first
+from flyte_ddp.core.user_code.callables import load_callable, require_parameters
 from flyte_ddp.datasets import prepared_folder
 from flyte_ddp.datasets.encoded.kinds import find_encoded_class
 from flyte_ddp.datasets.on_demand_set import ON_DEMAND, open_on_demand
 from flyte_ddp.datasets.prepared_folder import FORMAT, read_description
 from flyte_ddp.datasets.prepared_set import PreparedSet
 from flyte_ddp.datasets.sample_arrays import LEAVES, open_arrays
-from flyte_ddp.errors import UserError
-from flyte_ddp.order.sampling import ListedOrder, Order
-from flyte_ddp.order.shard_order import SampleOrder
-from flyte_ddp.order.weighted import draw_by_weights, inverse_class_counts, make_custom_order
-from flyte_ddp.samples.leaves import IGNORED
-from flyte_ddp.text.formatting import join_first
-from flyte_ddp.user_code.callables import load_callable, require_parameters
 
 if TYPE_CHECKING:
     import torch
 
-    from flyte_ddp.hardware import Hardware
-    from flyte_ddp.loading.split import Splits
-    from flyte_ddp.settings import Settings
+    from flyte_ddp.core.hardware import Hardware
+    from flyte_ddp.core.loading.split import Splits
+    from flyte_ddp.core.settings import Settings
 
 
 def open_prepared(folder: Path) -> PreparedSet:

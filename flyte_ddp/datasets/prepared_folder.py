@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.checks.arrays import map_array
-from flyte_ddp.checks.forms import require_form
-from flyte_ddp.checks.parsing import parse_json
+from flyte_ddp.core.checks.arrays import map_array
+from flyte_ddp.core.checks.forms import require_form
+from flyte_ddp.core.checks.parsing import parse_json
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.files import atomic_write, file_digest, file_version, list_files
 from flyte_ddp.datasets.prepared_set import WEIGHTS, PreparedSet
-from flyte_ddp.errors import UserError
-from flyte_ddp.files import atomic_write, file_digest, file_version, list_files
 
 DESCRIPTION = "dataset.json"
 FILES = "files"  # key in DESCRIPTION of the SHA-256 of each other file

@@ -12,19 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import UserError
-from flyte_ddp.order.sampling import Indices, ListedOrder, split_indices
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.order.sampling import Indices, ListedOrder, split_indices
 
 if TYPE_CHECKING:
     import torch
 
+    from flyte_ddp.core.loading.split import Split, Splits
+    from flyte_ddp.core.models.inputs import ModelInput
+    from flyte_ddp.core.order.shard_order import Orders, SampleOrder
+    from flyte_ddp.core.samples.leaves import Leaves
+    from flyte_ddp.core.samples.pictures import Pixels
+    from flyte_ddp.core.settings import Settings
     from flyte_ddp.datasets.encoded.samples import BadSamples
-    from flyte_ddp.loading.split import Split, Splits
-    from flyte_ddp.models.inputs import ModelInput
-    from flyte_ddp.order.shard_order import Orders, SampleOrder
-    from flyte_ddp.samples.leaves import Leaves
-    from flyte_ddp.samples.pictures import Pixels
-    from flyte_ddp.settings import Settings
 
 WEIGHTS = "train_weights"  # name of ``sample_weights`` among the arrays
 NOTHING: Mapping[str, Any] = MappingProxyType({})

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from flyte_ddp import storage
+from flyte_ddp.core.files import file_digest
+from flyte_ddp.core.progress import Progress
 from flyte_ddp.datasets.images import image_arrays
 from flyte_ddp.datasets.sample_arrays import SampleArrays
-from flyte_ddp.files import file_digest
-from flyte_ddp.progress import Progress
 from flyte_ddp.storage.identity import digest_lines
 
 Arrays = tuple[Any, Any, Any, Any]  # train images, train labels, test images, test labels

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.errors import UserError
-from flyte_ddp.text.formatting import join_first
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.text.formatting import join_first
 
 SINGLE = "row"  # name of the column of rows that have no columns, such as a list of texts
 MISSING = ""  # the value of a text column in rows without a value

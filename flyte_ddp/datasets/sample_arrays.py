@@ -12,14 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.datasets import columns
-from flyte_ddp.datasets.item_set import ItemSet
-from flyte_ddp.datasets.prepared_folder import open_folder, read_array
-from flyte_ddp.datasets.rows import digest_bytes, digest_rows, digest_text, digest_texts, mix
-from flyte_ddp.errors import UserError
-from flyte_ddp.files import atomic_write
-from flyte_ddp.samples.class_names import normalize_class_names
-from flyte_ddp.samples.leaves import (
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.files import atomic_write
+from flyte_ddp.core.samples.class_names import normalize_class_names
+from flyte_ddp.core.samples.leaves import (
     Leaves,
     Ragged,
     describe_form,
@@ -31,7 +27,11 @@ from flyte_ddp.samples.leaves import (
     require_numbers,
     restore_leaves,
 )
-from flyte_ddp.samples.preprocessing import PREPROCESSING, pack_preprocessing
+from flyte_ddp.core.samples.preprocessing import PREPROCESSING, pack_preprocessing
+from flyte_ddp.datasets import columns
+from flyte_ddp.datasets.item_set import ItemSet
+from flyte_ddp.datasets.prepared_folder import open_folder, read_array
+from flyte_ddp.datasets.rows import digest_bytes, digest_rows, digest_text, digest_texts, mix
 
 LEAVES = "leaves"  # key in the description of the forms of inputs and targets
 IDS = ("train_ids", "test_ids")

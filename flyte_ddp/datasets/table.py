@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.samples.leaves import name_leaves
+from flyte_ddp.core.samples.preprocessing import NUMBERED, TABLE, pack_fitted
+from flyte_ddp.core.text.formatting import join_first
 from flyte_ddp.datasets import columns, rows
 from flyte_ddp.datasets.sample_arrays import SampleArrays, convert_id, make_arrays
-from flyte_ddp.errors import UserError
-from flyte_ddp.samples.leaves import name_leaves
-from flyte_ddp.samples.preprocessing import NUMBERED, TABLE, pack_fitted
-from flyte_ddp.text.formatting import join_first
 
 TRIED, ALONE = 16, 3  # numbers of test rows that are prepared again as a group, and one by one
 PARAMETERS = {

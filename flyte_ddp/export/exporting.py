@@ -14,17 +14,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.export import Dim
 
+from flyte_ddp.core.errors import UnreachableError
+from flyte_ddp.core.loading.collate import MASK, PADDED, widen_type
+from flyte_ddp.core.machine.resources import count_cores
+from flyte_ddp.core.models.inputs import LeavesSpec
+from flyte_ddp.core.samples.leaves import Leaves, form_of
 from flyte_ddp.datasets.prepared_set import Opening, PreparedSet
-from flyte_ddp.errors import UnreachableError
 from flyte_ddp.export.graphs import ONNX, NotExportedError, ServedImages, ServedLeaves, write_onnx
 from flyte_ddp.export.onnx_process import OnnxProcess
-from flyte_ddp.loading.collate import MASK, PADDED, widen_type
-from flyte_ddp.machine.resources import count_cores
 from flyte_ddp.models import artifacts
-from flyte_ddp.models.inputs import LeavesSpec
 from flyte_ddp.objectives.segmentation import logits_of
 from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
-from flyte_ddp.samples.leaves import Leaves, form_of
 
 BATCH_SIZES = (1, 7, 64)  # several, because a graph may contain the size of a batch as a constant
 EXAMPLE = 7  # samples of the batch that exporters trace

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flyte_ddp.errors import install_hint
-from flyte_ddp.models import saving
-from flyte_ddp.models.inputs import InputSpec, normalisation
-from flyte_ddp.models.sidecar import MIDDLE, ImageInput, Sidecar
+from flyte_ddp.core.errors import install_hint
+from flyte_ddp.core.models import saving
+from flyte_ddp.core.models.inputs import InputSpec, normalisation
+from flyte_ddp.core.models.sidecar import MIDDLE, ImageInput, Sidecar
+from flyte_ddp.core.samples.leaves import call_with_leaves, restore_leaves
 from flyte_ddp.objectives.segmentation import logits_of
-from flyte_ddp.samples.leaves import call_with_leaves, restore_leaves
 
 ONNX = "model.onnx"
 LARGEST = 2**15  # weights of pixels are whole numbers below this

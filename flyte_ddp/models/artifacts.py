@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from flyte_ddp.errors import UserError
-from flyte_ddp.files import file_digest
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.files import file_digest
+from flyte_ddp.core.models.saving import load_weights, parse_input_spec
+from flyte_ddp.core.models.sidecar import FIX, Sidecar
 from flyte_ddp.models import zoo
-from flyte_ddp.models.saving import load_weights, parse_input_spec
-from flyte_ddp.models.sidecar import FIX, Sidecar
 from flyte_ddp.models.stored_code import read_model_json
 
 

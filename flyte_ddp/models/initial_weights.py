@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import catalog, storage
 from flyte_ddp.catalog import PretrainedWeights
-from flyte_ddp.errors import UserError
-from flyte_ddp.files import file_digest, replace_file
-from flyte_ddp.models.parts import is_in_parts, split_part_names, unknown_part_error
-from flyte_ddp.progress import Progress
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.files import file_digest, replace_file
+from flyte_ddp.core.models.parts import is_in_parts, split_part_names, unknown_part_error
+from flyte_ddp.core.progress import Progress
 from flyte_ddp.storage.identity import content_identity, digest_lines
 
 if TYPE_CHECKING:

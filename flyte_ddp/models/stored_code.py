@@ -4,11 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from flyte_ddp.catalog import CODE_OPTIONS
-from flyte_ddp.checks.parsing import JsonObject
-from flyte_ddp.models.sidecar import Sidecar, read_sidecar
-from flyte_ddp.samples.preprocessing import TABLE
-from flyte_ddp.user_code.source import are_current_sources
-from flyte_ddp.user_code.stored import StoredSpec
+from flyte_ddp.core.checks.parsing import JsonObject
+from flyte_ddp.core.models.sidecar import Sidecar, read_sidecar
+from flyte_ddp.core.samples.preprocessing import TABLE
+from flyte_ddp.core.user_code.source import are_current_sources
+from flyte_ddp.core.user_code.stored import StoredSpec
 
 
 def read_model_json(path: Path) -> Sidecar:

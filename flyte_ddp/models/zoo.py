@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from flyte_ddp import catalog
-from flyte_ddp.errors import UserError
-from flyte_ddp.models.inputs import InputSpec, ModelInput
-from flyte_ddp.user_code.callables import load_callable, require_options, select_arguments
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.models.inputs import InputSpec, ModelInput
+from flyte_ddp.core.user_code.callables import load_callable, require_options, select_arguments
 
 
 def choose_input_spec(model: str, images: InputSpec, size: int, weights: catalog.PretrainedWeights | None) -> InputSpec:

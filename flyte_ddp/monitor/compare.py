@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import chi2_contingency, fisher_exact, ks_2samp
 
+from flyte_ddp.core.objectives.table_columns import format_page_cell
 from flyte_ddp.monitor.window import ColumnChange
-from flyte_ddp.objectives.table_columns import format_page_cell
 from flyte_ddp.release.statistics import correct_p_values
 
 SAMPLES = 1000  # of a window that are compared, because the verdict must not depend on the window's size

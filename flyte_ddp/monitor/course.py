@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from flyte_ddp.core.text.formatting import name_measure
 from flyte_ddp.monitor.window import Window
 from flyte_ddp.report.figures import BLUE, MUTED, ORANGE, SIZE, draw_svg
-from flyte_ddp.text.formatting import name_measure
 
 
 def draw_course(windows: Sequence[Window]) -> list[tuple[str, str]]:

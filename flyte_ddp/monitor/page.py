@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flyte_ddp.core.objectives.table_columns import SHOWN_NUMBERS, format_page_cell
+from flyte_ddp.core.text.formatting import format_number, format_p_value, join_first, name_measure
 from flyte_ddp.monitor.compare import count_categories, has_categories, replace_nan
 from flyte_ddp.monitor.course import draw_course
 from flyte_ddp.monitor.watch import INPUT, ROW, WatchedModel
 from flyte_ddp.monitor.window import Window
-from flyte_ddp.objectives.table_columns import SHOWN_NUMBERS, format_page_cell
 from flyte_ddp.predict.sample_columns import SampleColumns
 from flyte_ddp.report.figures import BLUE, ORANGE, SIZE, Picture, draw_svg
 from flyte_ddp.report.page import render_template, write_html
-from flyte_ddp.text.formatting import format_number, format_p_value, join_first, name_measure
 
 DRAWN = 8  # columns
 BINS = 30

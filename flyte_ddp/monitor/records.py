@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 
 from flyte_ddp import storage
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
 from flyte_ddp.monitor.window import LOOKED_AT, Score, Window, is_alarm
 from flyte_ddp.release.registry import DAMAGED, READERS, Entry, Registry
 

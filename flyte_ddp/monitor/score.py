@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 from scipy.stats import binomtest, fisher_exact, norm
 from torch import Tensor
 
+from flyte_ddp.core.objectives.objective import Columns
+from flyte_ddp.core.training.evaluate import measure_columns
 from flyte_ddp.monitor.window import FEWEST, Score
 from flyte_ddp.objectives import Classification, Objective, Regression
-from flyte_ddp.objectives.objective import Columns
 from flyte_ddp.predict.sample_columns import draw_measured
 from flyte_ddp.release.scores import FORMULAS, is_higher_better, name_scores, needs_calls, score_samples
-from flyte_ddp.training.evaluate import measure_columns
 
 ALPHA = 0.01  # of a window, one-sided
 DRAWS = 299  # permutations; at ALPHA up to two may be as bad as the window

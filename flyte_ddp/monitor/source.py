@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Self
 
-from flyte_ddp.checks.fields import CheckedFields, setting
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.checks.fields import CheckedFields, setting
+from flyte_ddp.core.errors import UserError
 
 KINDS = ("images", "dataset", "table")
 ADDRESSES = (*KINDS, "data_source", "truth")

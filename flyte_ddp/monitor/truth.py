@@ -9,12 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.progress import Progress
+from flyte_ddp.core.text.formatting import format_count, join_first
 from flyte_ddp.objectives import Classification, Regression
 from flyte_ddp.predict.prediction_batches import Batch, SavedModel
-from flyte_ddp.progress import Progress
 from flyte_ddp.release.slices import read_id_table
-from flyte_ddp.text.formatting import format_count, join_first
 
 UNKNOWN = ("", "nan", "none", "null", "na", "n/a", "<na>", "nat")  # truths that are not known yet, in lower case
 WHOLE_NUMBER = re.compile(r"0*([0-9]+)(?:\.0*)?")

@@ -16,18 +16,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.files import SIDECAR, WEIGHTS
+from flyte_ddp.core.models.inputs import InputSpec
+from flyte_ddp.core.objectives.objective import map_floats
+from flyte_ddp.core.objectives.table_columns import describe_inputs, describe_samples
+from flyte_ddp.core.progress import Progress
+from flyte_ddp.core.samples.leaves import Leaves, name_leaves
+from flyte_ddp.core.settings import Settings
+from flyte_ddp.core.text.formatting import format_count, join_first
+from flyte_ddp.core.training.evaluate import compute_columns
+from flyte_ddp.core.user_code.source import translate_user_errors
 from flyte_ddp.datasets import open_prepared
 from flyte_ddp.datasets.encoded.samples import BadSamples
-from flyte_ddp.errors import UserError
-from flyte_ddp.files import SIDECAR, WEIGHTS
-from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.monitor.compare import SAMPLES, compare_columns, rate_samples
 from flyte_ddp.monitor.score import HeldOut, measure_score
 from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.monitor.truth import add_truth, find_known_truths
 from flyte_ddp.monitor.window import FEWEST, Window
-from flyte_ddp.objectives.objective import map_floats
-from flyte_ddp.objectives.table_columns import describe_inputs, describe_samples
 from flyte_ddp.pods.run_inputs import find_or_fetch_data_set
 from flyte_ddp.predict.predict import find_undefined_rows, images_from_inputs, own_decoding
 from flyte_ddp.predict.prediction_batches import (
@@ -45,17 +51,11 @@ from flyte_ddp.predict.sample_columns import (
     draw_samples,
     join_columns,
 )
-from flyte_ddp.progress import Progress
 from flyte_ddp.release.evaluation import find_targets
 from flyte_ddp.release.promotion import REFERENCE, VERDICT
 from flyte_ddp.release.registry import Entry, Registry
 from flyte_ddp.release.verdict import Verdict
 from flyte_ddp.report.figures import Picture
-from flyte_ddp.samples.leaves import Leaves, name_leaves
-from flyte_ddp.settings import Settings
-from flyte_ddp.text.formatting import format_count, join_first
-from flyte_ddp.training.evaluate import compute_columns
-from flyte_ddp.user_code.source import translate_user_errors
 
 MOST_BAD = 0.1  # of all samples
 PICTURED = 24

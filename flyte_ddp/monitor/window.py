@@ -7,7 +7,7 @@ from typing import Optional
 
 from dataclasses_json import DataClassJsonMixin
 
-from flyte_ddp.text.formatting import format_measure, join_first, name_measure
+from flyte_ddp.core.text.formatting import format_measure, join_first, name_measure
 
 FEWEST = 50  # least samples of a verdict
 LOOKED_AT, NEEDED = 3, 2  # an alarm needs 2 of 3 windows with moved columns, or with worse scores

@@ -8,15 +8,15 @@ from typing import Any
 
 from torch import Tensor
 
-from flyte_ddp.errors import UserError, unknown_name_error
-from flyte_ddp.models.sidecar import Sidecar
+from flyte_ddp.core.errors import UserError, unknown_name_error
+from flyte_ddp.core.models.sidecar import Sidecar
+from flyte_ddp.core.objectives.objective import HIGHER, LOWER, Facts, Objective
+from flyte_ddp.core.user_code.callables import load_callable, require_options
 from flyte_ddp.objectives.classification import Classification
 from flyte_ddp.objectives.language import Language
 from flyte_ddp.objectives.multilabel import Multilabel
-from flyte_ddp.objectives.objective import HIGHER, LOWER, Facts, Objective
 from flyte_ddp.objectives.regression import Regression
 from flyte_ddp.objectives.segmentation import Segmentation
-from flyte_ddp.user_code.callables import load_callable, require_options
 
 __all__ = ["HIGHER", "LOWER", "Classification", "Facts", "Language", "Multilabel", "Objective", "Regression"]
 __all__ += ["Segmentation"]

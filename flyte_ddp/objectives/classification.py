@@ -13,16 +13,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from flyte_ddp.catalog import MEASURES, OF_TWO_CLASSES, SETTINGS_OF_OBJECTIVES, check_positives, check_two_classes
-from flyte_ddp.errors import UserError
-from flyte_ddp.objectives.binary_labels import BinaryLabels
-from flyte_ddp.objectives.objective import HIGHER, Columns, Facts, Objective, largest_losses, overrides
-from flyte_ddp.objectives.requirements import require_outputs, require_targets, require_values
-from flyte_ddp.objectives.table_columns import TableColumns, name_columns, top_columns
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.objectives.binary_labels import BinaryLabels
+from flyte_ddp.core.objectives.objective import HIGHER, Columns, Facts, Objective, largest_losses, overrides
+from flyte_ddp.core.objectives.requirements import require_outputs, require_targets, require_values
+from flyte_ddp.core.objectives.table_columns import TableColumns, name_columns, top_columns
+from flyte_ddp.core.samples.leaves import Leaves
+from flyte_ddp.core.text.formatting import format_percent
+from flyte_ddp.core.text.sections import Confusions, Pictures, Section
 from flyte_ddp.objectives.threshold import decide, fit_threshold, predict_classes
 from flyte_ddp.objectives.two_classes import list_class_sections
-from flyte_ddp.samples.leaves import Leaves
-from flyte_ddp.text.formatting import format_percent
-from flyte_ddp.text.sections import Confusions, Pictures, Section
 
 LOGITS_AT_A_TIME = 2**17  # converted to fp64 at a time, so that the copy is small beside a batch
 

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from flyte_ddp.catalog import MEASURES, SETTINGS_OF_OBJECTIVES
-from flyte_ddp.errors import UserError
-from flyte_ddp.objectives.binary_labels import BinaryLabels
-from flyte_ddp.objectives.objective import HIGHER, Columns, Objective, mean_of_defined, overrides
-from flyte_ddp.objectives.requirements import require_outputs, require_targets, require_values
-from flyte_ddp.objectives.table_columns import TableColumns, name_columns, top_columns
-from flyte_ddp.text.formatting import join_first
-from flyte_ddp.text.sections import Section, Table
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.objectives.binary_labels import BinaryLabels
+from flyte_ddp.core.objectives.objective import HIGHER, Columns, Objective, mean_of_defined, overrides
+from flyte_ddp.core.objectives.requirements import require_outputs, require_targets, require_values
+from flyte_ddp.core.objectives.table_columns import TableColumns, name_columns, top_columns
+from flyte_ddp.core.text.formatting import join_first
+from flyte_ddp.core.text.sections import Section, Table
 
 THRESHOLD = 0.5  # probability from which a label counts as predicted
 

@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from flyte_ddp.errors import unknown_name_error
-from flyte_ddp.objectives.objective import HIGHER, LOWER, Columns, Facts, Objective, mean_of_defined, overrides
-from flyte_ddp.objectives.requirements import require_outputs, require_targets, require_values
-from flyte_ddp.objectives.table_columns import TableColumns, number_columns
-from flyte_ddp.text.formatting import join_first
-from flyte_ddp.text.sections import Histogram, Scatter, Section, Table
+from flyte_ddp.core.errors import unknown_name_error
+from flyte_ddp.core.objectives.objective import HIGHER, LOWER, Columns, Facts, Objective, mean_of_defined, overrides
+from flyte_ddp.core.objectives.requirements import require_outputs, require_targets, require_values
+from flyte_ddp.core.objectives.table_columns import TableColumns, number_columns
+from flyte_ddp.core.text.formatting import join_first
+from flyte_ddp.core.text.sections import Histogram, Scatter, Section, Table
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "mse": functional.mse_loss,

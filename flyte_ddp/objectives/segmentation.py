@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from flyte_ddp.catalog import SETTINGS_OF_OBJECTIVES
-from flyte_ddp.objectives.objective import HIGHER, Columns, Objective, largest_losses, overrides
-from flyte_ddp.objectives.requirements import require_outputs, require_targets, require_values
-from flyte_ddp.objectives.table_columns import TableColumns, name_columns, top_columns
-from flyte_ddp.samples.leaves import IGNORED
-from flyte_ddp.text.formatting import join_first
-from flyte_ddp.text.sections import Pictures, Section, Table
+from flyte_ddp.core.objectives.objective import HIGHER, Columns, Objective, largest_losses, overrides
+from flyte_ddp.core.objectives.requirements import require_outputs, require_targets, require_values
+from flyte_ddp.core.objectives.table_columns import TableColumns, name_columns, top_columns
+from flyte_ddp.core.samples.leaves import IGNORED
+from flyte_ddp.core.text.formatting import join_first
+from flyte_ddp.core.text.sections import Pictures, Section, Table
 
 
 class Segmentation(Objective):

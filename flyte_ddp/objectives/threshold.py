@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from flyte_ddp.catalog import parse_threshold
-from flyte_ddp.objectives.binary_labels import Bools, Floats, count_above
-from flyte_ddp.objectives.objective import Objective
+from flyte_ddp.core.objectives.binary_labels import Bools, Floats, count_above
+from flyte_ddp.core.objectives.objective import Objective
 
 
 def fit_threshold(text: str, truth: Bools, scores: Floats) -> float:

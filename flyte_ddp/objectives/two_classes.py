@@ -3,10 +3,10 @@
 import numpy as np
 
 from flyte_ddp.catalog import parse_threshold
-from flyte_ddp.objectives.binary_labels import Bools, Floats, count_above
-from flyte_ddp.objectives.objective import Columns, Facts
-from flyte_ddp.text.formatting import format_percent, format_value
-from flyte_ddp.text.sections import Curve, Section, Table
+from flyte_ddp.core.objectives.binary_labels import Bools, Floats, count_above
+from flyte_ddp.core.objectives.objective import Columns, Facts
+from flyte_ddp.core.text.formatting import format_percent, format_value
+from flyte_ddp.core.text.sections import Curve, Section, Table
 
 TOP_PERCENT = 1, 5, 10  # of the samples, those with the highest scores
 BINS = 10  # of equal width, as scikit-learn's calibration_curve has them

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import cast
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.files import hold_lock
+from flyte_ddp.core.runs.work import Work
+from flyte_ddp.core.training.plan import TrainingJob
 from flyte_ddp.datasets import fetch, is_whole
 from flyte_ddp.datasets.prepared_folder import read_description
-from flyte_ddp.errors import UserError
-from flyte_ddp.files import hold_lock
-from flyte_ddp.runs.work import Work
 from flyte_ddp.storage.identity import digest_lines
-from flyte_ddp.training.plan import TrainingJob
 
 
 def find_data_on_host(work: Work, fetch_into: Callable[[Path], object] | None = None) -> Work:

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import catalog
 from flyte_ddp.config import Hyperparameters, refuse_unused_settings
+from flyte_ddp.core.training.plan import ModelSource, ObjectiveSource
 from flyte_ddp.models import initial_weights
-from flyte_ddp.training.plan import ModelSource, ObjectiveSource
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from flyte_ddp.models.inputs import InputSpec, ModelInput
-    from flyte_ddp.objectives.objective import Facts, Objective
+    from flyte_ddp.core.models.inputs import InputSpec, ModelInput
+    from flyte_ddp.core.objectives.objective import Facts, Objective
     from flyte_ddp.plans.opened_data import OpenedData
 
 

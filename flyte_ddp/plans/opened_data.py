@@ -9,18 +9,18 @@ import torch
 from numpy.typing import NDArray
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.hardware import Hardware
+from flyte_ddp.core.loading.collate import widen_type
+from flyte_ddp.core.loading.split import Splits
+from flyte_ddp.core.objectives.table_columns import TableColumns, list_inputs
+from flyte_ddp.core.order.sampling import Indices, Order
+from flyte_ddp.core.samples.leaves import Leaves, Ragged
+from flyte_ddp.core.samples.preprocessing import TABLE
+from flyte_ddp.core.settings import Settings
 from flyte_ddp.datasets.prepared import count_training_classes, open_splits, resolve_class_names
 from flyte_ddp.datasets.prepared_set import PreparedSet
 from flyte_ddp.datasets.rows import normalize_columns
-from flyte_ddp.errors import UserError
-from flyte_ddp.hardware import Hardware
-from flyte_ddp.loading.collate import widen_type
-from flyte_ddp.loading.split import Splits
-from flyte_ddp.objectives.table_columns import TableColumns, list_inputs
-from flyte_ddp.order.sampling import Indices, Order
-from flyte_ddp.samples.leaves import Leaves, Ragged
-from flyte_ddp.samples.preprocessing import TABLE
-from flyte_ddp.settings import Settings
 
 TRIED_TOKENS = 10_000  # first tokens of the texts, on which a user-defined objective's weights are tried
 SIDES = {"train": "training", "test": "test"}

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from flyte_ddp import catalog
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import UserError
-from flyte_ddp.hardware import Hardware, HardwareSettings, choose_hardware
-from flyte_ddp.machine.resources import Bf16, Request, World, bf16_support, choose_local_device_type, detect_world
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.hardware import Hardware, HardwareSettings, choose_hardware
+from flyte_ddp.core.machine.resources import Bf16, Request, World, bf16_support, choose_local_device_type, detect_world
+from flyte_ddp.core.settings import REQUESTED_GPUS
+from flyte_ddp.core.training.plan import LoopSettings, OptimizerSettings, SelectionSettings, TrainingPlan
 from flyte_ddp.plans.named import NamedData, NamedModel, NamedObjective
-from flyte_ddp.settings import REQUESTED_GPUS
-from flyte_ddp.training.plan import LoopSettings, OptimizerSettings, SelectionSettings, TrainingPlan
 
 PHOTO_CLIP_NORM = 1.0  # of gradients of the small models on encoded images, which have no normalisation layers
 

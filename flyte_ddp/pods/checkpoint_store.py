@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from flyte_ddp import storage
-from flyte_ddp.errors import OutOfMemoryError, RankError, RankLostError, UnreachableError, UserError
-from flyte_ddp.files import atomic_write
-from flyte_ddp.runs import checkpoint
-from flyte_ddp.runs.checkpoint import Checkpoint
+from flyte_ddp.core.errors import OutOfMemoryError, RankError, RankLostError, UnreachableError, UserError
+from flyte_ddp.core.files import atomic_write
+from flyte_ddp.core.runs import checkpoint
+from flyte_ddp.core.runs.checkpoint import Checkpoint
 from flyte_ddp.storage import MissingError, UnavailableError
 
 SAVED = "saved"  # a checkpoint

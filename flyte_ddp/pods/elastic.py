@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from flyte_ddp.errors import UnreachableError, print_to_stderr
+from flyte_ddp.core.errors import UnreachableError, print_to_stderr
+from flyte_ddp.core.settings import read_whole_number
 from flyte_ddp.pods.retries import PodTerminated
-from flyte_ddp.settings import read_whole_number
 
 STORE_VARIABLE = "PET_RDZV_ENDPOINT"  # host:port of Elastic's store, set by the operator in pods of a PyTorchJob
 MEET_VARIABLE = "FLYTE_DDP_MEET_SECONDS"  # how many seconds pods wait for each other

@@ -7,9 +7,8 @@ import hashlib
 import os
 import sys
 
-from flyte_ddp.errors import UserError, print_to_stderr, unknown_name_error
-from flyte_ddp.pods.profiles import NODES_VARIABLE, PROFILE_VARIABLE, chosen_profile, parse_quantity
-from flyte_ddp.settings import (
+from flyte_ddp.core.errors import UserError, print_to_stderr, unknown_name_error
+from flyte_ddp.core.settings import (
     ALL_PODS,
     HERE,
     MODULES,
@@ -20,8 +19,9 @@ from flyte_ddp.settings import (
     read_text,
     read_variable_table,
 )
-from flyte_ddp.text.credentials import refuse_credentials
-from flyte_ddp.user_code.digest import package_digest
+from flyte_ddp.core.text.credentials import refuse_credentials
+from flyte_ddp.core.user_code.digest import package_digest
+from flyte_ddp.pods.profiles import NODES_VARIABLE, PROFILE_VARIABLE, chosen_profile, parse_quantity
 
 CODE_VARIABLE = "FLYTE_DDP_CODE"
 CACHE_VARIABLE = "FLYTE_DDP_CACHE_BYTES"

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
+from flyte_ddp.core.runs.run_folder import REPORT, UNFINISHED
 from flyte_ddp.pods.elastic import WORKER_VARIABLE, has_rank_0
 from flyte_ddp.pods.platforms import Platform, is_in_pod
 from flyte_ddp.pods.retries import start_thread_in_context
-from flyte_ddp.runs.run_folder import REPORT, UNFINISHED
 
 PAGE_SECONDS = 30.0  # between two pages
 LAST_SECONDS = 10.0  # limit of the wait for the last page, and for a page before it that is being uploaded

@@ -6,8 +6,8 @@ The last outcome is printed after the workflow's outputs, which flytekit prints.
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from flyte_ddp.core.text.formatting import escape_controls
 from flyte_ddp.pods.platforms import is_in_pod
-from flyte_ddp.text.formatting import escape_controls
 
 _held: list[str] | None = None  # texts that wait; None prints texts at once
 

@@ -11,12 +11,12 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from flyte_ddp.errors import UserError, shorten_path
-from flyte_ddp.files import atomic_write
+from flyte_ddp.core.errors import UserError, shorten_path
+from flyte_ddp.core.files import atomic_write
+from flyte_ddp.core.settings import read_text, runs_folder
 from flyte_ddp.pods.environment import REGISTRY_VARIABLE
 from flyte_ddp.pods.outcomes import print_outcome
 from flyte_ddp.pods.platforms import is_in_pod, pod_folder
-from flyte_ddp.settings import read_text, runs_folder
 
 
 def resolve_folder(name: str) -> Path:
@@ -49,7 +49,7 @@ def complete_interrupted_move(name: str) -> bool:
     Raises:
         UserError: The run is still active.
     """
-    from flyte_ddp.runs.run_folder import hold_run_folder, publish_if_complete
+    from flyte_ddp.core.runs.run_folder import hold_run_folder, publish_if_complete
 
     if is_in_pod():
         return False

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 
-from flyte_ddp.errors import UserError, unknown_name_error
-from flyte_ddp.machine.resources import MOST_CPU_RANKS
-from flyte_ddp.settings import read_text
+from flyte_ddp.core.errors import UserError, unknown_name_error
+from flyte_ddp.core.machine.resources import MOST_CPU_RANKS
+from flyte_ddp.core.settings import read_text
 
 PROFILE_VARIABLE = "FLYTE_DDP_PROFILE"
 NODES_VARIABLE = "FLYTE_DDP_NODES"

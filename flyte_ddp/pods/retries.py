@@ -10,15 +10,15 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from flyte_ddp.errors import MachineError, RankError, StoppedError, UnreachableError, describe_resumption
-from flyte_ddp.files import file_version
-from flyte_ddp.machine.process import postpone_signal, signal_handlers
+from flyte_ddp.core.errors import MachineError, RankError, StoppedError, UnreachableError, describe_resumption
+from flyte_ddp.core.files import file_version
+from flyte_ddp.core.machine.process import postpone_signal, signal_handlers
+from flyte_ddp.core.runs.checkpoint import FOLDER, SLOTS
+from flyte_ddp.core.settings import Settings, read_number, read_text
 from flyte_ddp.pods import environment
 from flyte_ddp.pods.checkpoint_store import CheckpointStore
 from flyte_ddp.pods.platforms import Platform, execution_names, is_in_pod, storage_address
 from flyte_ddp.pods.wandb_settings import read_run_settings
-from flyte_ddp.runs.checkpoint import FOLDER, SLOTS
-from flyte_ddp.settings import Settings, read_number, read_text
 from flyte_ddp.storage import ForbiddenError
 
 POLL_SECONDS = 0.5  # between two checks for new checkpoints

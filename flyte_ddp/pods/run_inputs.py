@@ -4,16 +4,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.settings import read_settings
+from flyte_ddp.core.user_code.callables import split_spec
+from flyte_ddp.core.user_code.modules import refuse_foreign_module
+from flyte_ddp.core.user_code.source import translate_user_errors
 from flyte_ddp.datasets import fetching
 from flyte_ddp.plans import identity
 from flyte_ddp.plans.resolve import check_requested_resources
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.platforms import NO_SCHEDULE
 from flyte_ddp.pods.profiles import node_and_rank_limits
-from flyte_ddp.settings import read_settings
-from flyte_ddp.user_code.callables import split_spec
-from flyte_ddp.user_code.modules import refuse_foreign_module
-from flyte_ddp.user_code.source import translate_user_errors
 
 
 def check_and_identify_run(hp: Hyperparameters, engine: str, kickoff_time: datetime | None) -> tuple[str, str]:

@@ -4,9 +4,9 @@ import os
 import posixpath
 from dataclasses import replace
 
+from flyte_ddp.core.settings import Settings, read_settings
 from flyte_ddp.pods.environment import wandb_secret_id
 from flyte_ddp.pods.platforms import Platform, execution_names, is_in_pod, storage_address
-from flyte_ddp.settings import Settings, read_settings
 
 
 def read_run_settings(platform: Platform, run: str) -> Settings:

@@ -18,16 +18,11 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from flyte_ddp.datasets import open_prepared
-from flyte_ddp.datasets.encoded.samples import BadSamples
-from flyte_ddp.datasets.rows import MISSING
-from flyte_ddp.errors import UserError
-from flyte_ddp.files import replace_file
-from flyte_ddp.models.inputs import InputSpec
-from flyte_ddp.models.stored_code import read_model_json
-from flyte_ddp.objectives import Classification, Multilabel, Objective, Segmentation
-from flyte_ddp.objectives.objective import list_floats, overrides
-from flyte_ddp.objectives.table_columns import (
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.files import replace_file
+from flyte_ddp.core.models.inputs import InputSpec
+from flyte_ddp.core.objectives.objective import list_floats, overrides
+from flyte_ddp.core.objectives.table_columns import (
     TableColumns,
     describe_inputs,
     describe_samples,
@@ -35,6 +30,16 @@ from flyte_ddp.objectives.table_columns import (
     merge_columns,
     name_columns,
 )
+from flyte_ddp.core.progress import Progress
+from flyte_ddp.core.samples.leaves import Leaves
+from flyte_ddp.core.settings import Settings
+from flyte_ddp.core.text.formatting import format_count, format_percent, join_first
+from flyte_ddp.core.user_code.source import translate_user_errors
+from flyte_ddp.datasets import open_prepared
+from flyte_ddp.datasets.encoded.samples import BadSamples
+from flyte_ddp.datasets.rows import MISSING
+from flyte_ddp.models.stored_code import read_model_json
+from flyte_ddp.objectives import Classification, Multilabel, Objective, Segmentation
 from flyte_ddp.predict.prediction_batches import (
     Batch,
     SavedModel,
@@ -43,13 +48,8 @@ from flyte_ddp.predict.prediction_batches import (
     read_test_split,
 )
 from flyte_ddp.predict.row_batches import read_row_batches
-from flyte_ddp.progress import Progress
 from flyte_ddp.report.figures import Picture
 from flyte_ddp.report.page import class_colors, color_table, render_template, write_html
-from flyte_ddp.samples.leaves import Leaves
-from flyte_ddp.settings import Settings
-from flyte_ddp.text.formatting import format_count, format_percent, join_first
-from flyte_ddp.user_code.source import translate_user_errors
 
 MANY_CLASSES = 100  # or labels; with more, the table lists the likeliest of each sample
 TOP_CLASSES = 5  # that the table then lists by default

@@ -10,6 +10,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.loading.collate import STACKED
+from flyte_ddp.core.loading.workers import limit_threads
+from flyte_ddp.core.lookahead import map_in_threads
+from flyte_ddp.core.machine.resources import count_cores
+from flyte_ddp.core.models import saving
+from flyte_ddp.core.models.inputs import InputSpec, LeavesSpec, explain_model_errors, prepare_inputs
+from flyte_ddp.core.models.sidecar import MIDDLE
+from flyte_ddp.core.objectives.objective import convert_outputs, map_floats
+from flyte_ddp.core.samples.leaves import IGNORED, Leaves, call_with_leaves, form_of, name_leaves, restore_leaves
+from flyte_ddp.core.settings import Settings
 from flyte_ddp.datasets.encoded import cropping
 from flyte_ddp.datasets.encoded.decoding import DecodingError, decode_image, decode_with_pillow
 from flyte_ddp.datasets.encoded.image_folder import SUFFIXES, is_image, list_visible_files
@@ -18,19 +29,9 @@ from flyte_ddp.datasets.prepared_set import Opening, PreparedSet
 from flyte_ddp.datasets.rows import MISSING, normalize_columns
 from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.datasets.table import UNKNOWN
-from flyte_ddp.errors import UserError
-from flyte_ddp.loading.collate import STACKED
-from flyte_ddp.loading.workers import limit_threads
-from flyte_ddp.lookahead import map_in_threads
-from flyte_ddp.machine.resources import count_cores
-from flyte_ddp.models import artifacts, saving
-from flyte_ddp.models.inputs import InputSpec, LeavesSpec, explain_model_errors, prepare_inputs
-from flyte_ddp.models.sidecar import MIDDLE
+from flyte_ddp.models import artifacts
 from flyte_ddp.objectives import objective_of_sidecar
-from flyte_ddp.objectives.objective import convert_outputs, map_floats
 from flyte_ddp.predict.new_rows import cast_leaf, make_model_inputs
-from flyte_ddp.samples.leaves import IGNORED, Leaves, call_with_leaves, form_of, name_leaves, restore_leaves
-from flyte_ddp.settings import Settings
 
 WHOLE_NUMBERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 BATCH_SIZE = 500  # images in memory at a time, by default

@@ -10,16 +10,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flyte_ddp.checks.arrays import read_arrays
-from flyte_ddp.errors import UserError
-from flyte_ddp.files import replace_file
-from flyte_ddp.models.inputs import InputSpec
+from flyte_ddp.core.checks.arrays import read_arrays
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.files import replace_file
+from flyte_ddp.core.models.inputs import InputSpec
+from flyte_ddp.core.samples.leaves import Leaves, name_leaves
 from flyte_ddp.objectives import Classification, Language, Objective
 from flyte_ddp.objectives.classification import split_logits
 from flyte_ddp.objectives.language import find_logits
 from flyte_ddp.objectives.threshold import predict_classes
 from flyte_ddp.predict.prediction_batches import SavedModel
-from flyte_ddp.samples.leaves import Leaves, name_leaves
 
 REFERENCE_SAMPLES = 5000
 REFERENCE_BYTES = 2**30  # most of a reference in memory: 5,000 samples with some hundred texts

@@ -4,10 +4,10 @@ from collections.abc import Iterable
 
 import click
 
+from flyte_ddp.core.text.formatting import escape_controls
 from flyte_ddp.pods.paths import registry_address
 from flyte_ddp.release import listing
 from flyte_ddp.release.registry import Registry
-from flyte_ddp.text.formatting import escape_controls
 
 ADDRESS = click.option(
     "--registry",

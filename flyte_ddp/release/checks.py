@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from flyte_ddp.core.text.formatting import format_count, format_measure, format_p_value, join_first, name_measure
 from flyte_ddp.export.exporting import Comparison
 from flyte_ddp.objectives import Multilabel, Objective, Segmentation
 from flyte_ddp.release.evaluation import Evaluation, evaluate_constant
@@ -23,7 +24,6 @@ from flyte_ddp.release.statistics import (
 )
 from flyte_ddp.release.task import Task, is_reordered
 from flyte_ddp.release.verdict import Check
-from flyte_ddp.text.formatting import format_count, format_measure, format_p_value, join_first, name_measure
 
 RANKINGS = ("auroc", "average_precision")  # measures that need scores but no predictions
 ABOVE_CONSTANT = "better than the best constant answer"  # name of a Check

@@ -15,17 +15,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.objectives.objective import list_floats, overrides
+from flyte_ddp.core.samples.leaves import Leaves, map_leaves
+from flyte_ddp.core.text.formatting import name_measure
+from flyte_ddp.core.training.evaluate import compute_columns, measure_columns
 from flyte_ddp.datasets.prepared_set import PreparedSet
-from flyte_ddp.errors import UserError
 from flyte_ddp.objectives import Classification, Multilabel, Objective
-from flyte_ddp.objectives.objective import list_floats, overrides
 from flyte_ddp.objectives.threshold import predict_classes
 from flyte_ddp.predict.prediction_batches import Batch, SavedModel, read_test_split
 from flyte_ddp.predict.sample_columns import SampleColumns, batch_columns, join_columns
 from flyte_ddp.release.scores import is_higher_better, score_samples
-from flyte_ddp.samples.leaves import Leaves, map_leaves
-from flyte_ddp.text.formatting import name_measure
-from flyte_ddp.training.evaluate import compute_columns, measure_columns
 
 SURE = 50.0  # a logit whose probability is 1
 TRIED = 10  # most frequent classes that are tried as constant answers

@@ -8,9 +8,9 @@ from typing import Any, Self
 
 from flyte_ddp import storage
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import UserError
-from flyte_ddp.files import SIDECAR, WEIGHTS, replace_file
-from flyte_ddp.models.sidecar import parse_sidecar
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.files import SIDECAR, WEIGHTS, replace_file
+from flyte_ddp.core.models.sidecar import parse_sidecar
 from flyte_ddp.pods.platforms import is_in_pod
 
 

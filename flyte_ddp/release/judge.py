@@ -12,15 +12,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from flyte_ddp.core.errors import UnreachableError, UserError
+from flyte_ddp.core.progress import Progress
+from flyte_ddp.core.settings import Settings
+from flyte_ddp.core.text.formatting import format_count, format_measure, name_measure
 from flyte_ddp.datasets.prepared import open_prepared
 from flyte_ddp.datasets.prepared_folder import TEST_DIGEST, read_description
 from flyte_ddp.datasets.prepared_set import PreparedSet
-from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.export.exporting import Comparison, export_model
 from flyte_ddp.export.graphs import NotExportedError
 from flyte_ddp.objectives import Multilabel
 from flyte_ddp.predict.prediction_batches import SavedModel
-from flyte_ddp.progress import Progress
 from flyte_ddp.release import checks, statistics
 from flyte_ddp.release.evaluation import Evaluation, evaluate_split
 from flyte_ddp.release.policy import LEAVE_OUT, NOT_WORSE, OFF, REQUIRED, Policy
@@ -37,8 +39,6 @@ from flyte_ddp.release.scores import is_higher_better
 from flyte_ddp.release.slices import group_by_slice
 from flyte_ddp.release.task import Task, has_same_fit
 from flyte_ddp.release.verdict import KEPT, NO_COMPARISON, PROMOTED, Check, Verdict
-from flyte_ddp.settings import Settings
-from flyte_ddp.text.formatting import format_count, format_measure, name_measure
 
 NOT_THE_MODELS = (UnreachableError, MemoryError, torch.OutOfMemoryError)  # another try may succeed
 

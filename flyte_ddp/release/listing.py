@@ -7,7 +7,8 @@ from contextlib import suppress
 from functools import partial
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.text.formatting import format_count, format_measure, name_measure
 from flyte_ddp.release.promotion import find_champion, read_stored_sidecar, read_verdict
 from flyte_ddp.release.registry import (
     READERS,
@@ -18,7 +19,6 @@ from flyte_ddp.release.registry import (
     replay_promotions,
 )
 from flyte_ddp.release.verdict import KEPT, NO_COMPARISON, Check, Verdict
-from flyte_ddp.text.formatting import format_count, format_measure, name_measure
 
 WIDTH = 100  # characters of a line
 NARROWEST = 30  # least characters of the last column

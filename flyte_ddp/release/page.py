@@ -9,18 +9,18 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.models.inputs import InputSpec
+from flyte_ddp.core.models.inputs import InputSpec
+from flyte_ddp.core.objectives.table_columns import describe_inputs, list_inputs
+from flyte_ddp.core.text.formatting import format_measure, format_sentence, format_value, name_measure
+from flyte_ddp.core.text.sections import Curve
 from flyte_ddp.objectives import Classification
 from flyte_ddp.objectives.classification import count_confusions
-from flyte_ddp.objectives.table_columns import describe_inputs, list_inputs
 from flyte_ddp.predict.predict import images_from_inputs
 from flyte_ddp.predict.prediction_batches import read_test_split
 from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.judge import Judgement
 from flyte_ddp.report.figures import Picture, draw_confusions, draw_curves
 from flyte_ddp.report.page import render_template, write_html
-from flyte_ddp.text.formatting import format_measure, format_sentence, format_value, name_measure
-from flyte_ddp.text.sections import Curve
 
 PICTURED = 12  # samples of each kind
 

@@ -3,7 +3,7 @@
 # No "from __future__ import annotations" here: flytekit derives the console's form from real types.
 from dataclasses import dataclass
 
-from flyte_ddp.checks.fields import CheckedFields, setting
+from flyte_ddp.core.checks.fields import CheckedFields, setting
 
 LEAVE_OUT, COMPARE = "leave_out", "compare"
 SUPERIOR, NOT_WORSE = "superior", "not_worse"

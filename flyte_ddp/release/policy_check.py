@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.user_code.callables import load_callable
 from flyte_ddp.datasets.prepared import resolve_class_names
 from flyte_ddp.objectives import Facts, make_objective
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.scores import check_number_of_calls, needs_calls
 from flyte_ddp.release.slices import group_by_slice, read_slices
-from flyte_ddp.user_code.callables import load_callable
 from flyte_ddp.validation.profile import DataProfile
 
 

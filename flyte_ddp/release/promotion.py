@@ -9,9 +9,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from flyte_ddp.errors import UserError
-from flyte_ddp.files import SIDECAR, WEIGHTS, file_digest
-from flyte_ddp.models.sidecar import Sidecar, parse_sidecar, read_sidecar
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.files import SIDECAR, WEIGHTS, file_digest
+from flyte_ddp.core.models.sidecar import Sidecar, parse_sidecar, read_sidecar
 from flyte_ddp.release.registry import (
     DAMAGED,
     PROMOTE,

@@ -30,11 +30,11 @@ from pathlib import Path
 from typing import Annotated, NamedTuple, Self, TypeVar
 
 from flyte_ddp import storage
-from flyte_ddp.checks.parsing import parse_json
-from flyte_ddp.checks.records import Count, JsonRecord
-from flyte_ddp.errors import UserError, unknown_name_error
-from flyte_ddp.files import SIDECAR, WEIGHTS, file_digest, replace_file
-from flyte_ddp.text.formatting import join_first
+from flyte_ddp.core.checks.parsing import parse_json
+from flyte_ddp.core.checks.records import Count, JsonRecord
+from flyte_ddp.core.errors import UserError, unknown_name_error
+from flyte_ddp.core.files import SIDECAR, WEIGHTS, file_digest, replace_file
+from flyte_ddp.core.text.formatting import join_first
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 MANIFEST = "manifest.json"

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.files import replace_file
-from flyte_ddp.objectives.objective import mean_losses
+from flyte_ddp.core.files import replace_file
+from flyte_ddp.core.objectives.objective import mean_losses
 from flyte_ddp.release.evaluation import Evaluation
 
 SAMPLES = "samples.npz"  # of a version

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flyte_ddp.catalog import MEASURES
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.objectives.binary_labels import BinaryLabels
+from flyte_ddp.core.objectives.objective import Columns
+from flyte_ddp.core.text.formatting import name_measure
 from flyte_ddp.objectives import HIGHER, Classification, Language, Multilabel, Objective, Regression, Segmentation
-from flyte_ddp.objectives.binary_labels import BinaryLabels
-from flyte_ddp.objectives.objective import Columns
-from flyte_ddp.text.formatting import name_measure
 
 MOST_CALLS = 20_000  # most samples of a measure without a formula, which is called once per sample
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp import storage
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
 
 
 def read_id_table(setting: str, column: str, address: str) -> list[tuple[int, str, str]]:

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize, stats
 
+from flyte_ddp.core.text.formatting import format_count
 from flyte_ddp.release.sign_flip import lower_bound_by_sign_flips, sign_flip_p_value
-from flyte_ddp.text.formatting import format_count
 
 BOOTSTRAP_DRAWS = 2000  # of which 100 lie beyond a bound at alpha 0.05
 BOOTSTRAP_VALUES = 20_000_000  # drawn values in memory at a time

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from flyte_ddp.models.sidecar import Sidecar
+from flyte_ddp.core.models.sidecar import Sidecar
 
 REORDERED = ("classification", "multilabel", "segmentation")  # objectives with outputs [N, K, ...] for K classes
 

@@ -6,7 +6,7 @@ from typing import NamedTuple, Optional
 
 from dataclasses_json import DataClassJsonMixin
 
-from flyte_ddp.text.formatting import format_count, format_measure
+from flyte_ddp.core.text.formatting import format_count, format_measure
 
 LISTED = 5  # changes of the data that an outcome lists
 PROMOTED, KEPT, NO_COMPARISON = "promote", "keep", "no_comparison"

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flyte_ddp.core.text.formatting import format_column, format_percent, format_setting
+from flyte_ddp.core.text.sections import Chart, Confusions, Curve, Histogram, Pictures, Scatter, Section, Table
 from flyte_ddp.report.page import TEMPLATES, class_colors, encode_as_data_uri, render_template
-from flyte_ddp.text.formatting import format_column, format_percent, format_setting
-from flyte_ddp.text.sections import Chart, Confusions, Curve, Histogram, Pictures, Scatter, Section, Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from flyte_ddp import results
-from flyte_ddp.errors import UserError
-from flyte_ddp.files import list_files
+from flyte_ddp.core import results
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.files import list_files
+from flyte_ddp.core.runs.metrics import FunctionStart, TrainingEnd
+from flyte_ddp.core.runs.run_folder import METRICS
+from flyte_ddp.core.text.formatting import format_value
 from flyte_ddp.report.figures import BLUE, Series, draw_line_chart
 from flyte_ddp.report.page import RunRecords, encode_as_data_uri, fit_image, render_template
-from flyte_ddp.runs.metrics import FunctionStart, TrainingEnd
-from flyte_ddp.runs.run_folder import METRICS
-from flyte_ddp.text.formatting import format_value
 
 Points = list[tuple[int, float | None]]  # steps and values; None stands for a value that was not finite
 PICTURES = (".png", ".jpg", ".jpeg", ".gif", ".webp")

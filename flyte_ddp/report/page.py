@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flyte_ddp.errors import UserError
-from flyte_ddp.files import replace_file
-from flyte_ddp.runs.metrics import (
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.files import replace_file
+from flyte_ddp.core.runs.metrics import (
     EvaluationRecord,
     FunctionEnd,
     MetricsRecord,
@@ -26,9 +26,9 @@ from flyte_ddp.runs.metrics import (
     ValuesRecord,
     read_metrics,
 )
-from flyte_ddp.runs.run_folder import METRICS
-from flyte_ddp.samples.leaves import IGNORED
-from flyte_ddp.text import formatting
+from flyte_ddp.core.runs.run_folder import METRICS
+from flyte_ddp.core.samples.leaves import IGNORED
+from flyte_ddp.core.text import formatting
 
 if TYPE_CHECKING:
     from jinja2 import Environment

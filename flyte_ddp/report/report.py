@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.checks.arrays import read_arrays
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import UserError
-from flyte_ddp.files import SIDECAR
-from flyte_ddp.models.sidecar import read_sidecar
+from flyte_ddp.core.checks.arrays import read_arrays
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.files import SIDECAR
+from flyte_ddp.core.models.sidecar import read_sidecar
+from flyte_ddp.core.runs.metrics import FunctionEnd, StepRecord, TrainingStart
+from flyte_ddp.core.runs.run_folder import METRICS, PREDICTIONS
+from flyte_ddp.core.text.formatting import format_measure, format_value, name_measure
+from flyte_ddp.core.text.sections import Section, decode_sections
 from flyte_ddp.report.figures import BLUE, GREEN, ORANGE, Picture, Series, draw_line_chart, draw_sections
 from flyte_ddp.report.page import RunRecords, mark_code, render_template
-from flyte_ddp.runs.metrics import FunctionEnd, StepRecord, TrainingStart
-from flyte_ddp.runs.run_folder import METRICS, PREDICTIONS
-from flyte_ddp.text.formatting import format_measure, format_value, name_measure
-from flyte_ddp.text.sections import Section, decode_sections
 
 PARTS = {  # of rank 0's time: name and colour
     "data": ("Data", "#8fb4f0"),

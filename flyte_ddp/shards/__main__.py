@@ -6,12 +6,12 @@ from typing import Any, TextIO
 import click
 import numpy as np
 
-from flyte_ddp.errors import UserError
-from flyte_ddp.progress import MODES
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.progress import MODES
+from flyte_ddp.core.text.formatting import format_count
 from flyte_ddp.shards.index import ShardIndex, read_index
 from flyte_ddp.shards.scanning import create_index, join_indexes, verify_index
 from flyte_ddp.shards.stream_plan import Loaders, StreamPlan
-from flyte_ddp.text.formatting import format_count
 
 PROGRESS = click.option("--progress", type=click.Choice(MODES), default="auto")
 

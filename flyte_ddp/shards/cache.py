@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from flyte_ddp import storage
-from flyte_ddp.errors import UserError, print_to_stderr
-from flyte_ddp.files import explain_write_errors, hold_lock
+from flyte_ddp.core.errors import UserError, print_to_stderr
+from flyte_ddp.core.files import explain_write_errors, hold_lock
 from flyte_ddp.shards.index import Shard
 
 LOCKS = 1024  # number of lock files: two shards with the same lock are downloaded one after the other

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from flyte_ddp import storage
-from flyte_ddp.errors import UserError
-from flyte_ddp.files import unlock_file
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.files import unlock_file
 from flyte_ddp.shards.cache import CacheFullError, ShardCache, mark_as_used, unusable_shard_error
 from flyte_ddp.shards.decoding import decode_sample
 from flyte_ddp.shards.index import Shard, ShardIndex, read_index

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from flyte_ddp.catalog import IMAGES
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
 
 LABEL = ".cls"
 TRAINED_ON = (*(f".{kind}" for kind in IMAGES), LABEL)  # the extensions that training reads, in lower case

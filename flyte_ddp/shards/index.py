@@ -20,10 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp import storage
-from flyte_ddp.checks.parsing import MisreadError, parse_json
-from flyte_ddp.errors import UserError
-from flyte_ddp.samples.class_names import normalize_class_names
-from flyte_ddp.settings import ALLOWED
+from flyte_ddp.core.checks.parsing import MisreadError, parse_json
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.samples.class_names import normalize_class_names
+from flyte_ddp.core.settings import ALLOWED
 
 KIND = "wids-shard-index-v1"
 EXTENSION = "flyte_ddp"

@@ -8,12 +8,12 @@ from pathlib import Path, PurePath
 
 import numpy as np
 
-from flyte_ddp.errors import UserError
-from flyte_ddp.files import replace_file
-from flyte_ddp.lookahead import map_in_threads
-from flyte_ddp.order import sampling
-from flyte_ddp.progress import Progress
-from flyte_ddp.samples.class_names import normalize_class_names
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.files import replace_file
+from flyte_ddp.core.lookahead import map_in_threads
+from flyte_ddp.core.order import sampling
+from flyte_ddp.core.progress import Progress
+from flyte_ddp.core.samples.class_names import normalize_class_names
 from flyte_ddp.shards.index import ShardIndex
 from flyte_ddp.shards.scanning import create_index, resolve_index_output, tables_path
 

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple, TypeVar
 
 from flyte_ddp import storage
 from flyte_ddp.catalog import IMAGES
-from flyte_ddp.errors import UserError
-from flyte_ddp.files import replace_file
-from flyte_ddp.lookahead import map_in_threads
-from flyte_ddp.progress import Progress
-from flyte_ddp.samples.class_names import normalize_class_names
-from flyte_ddp.samples.pictures import opaque_picture
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.files import replace_file
+from flyte_ddp.core.lookahead import map_in_threads
+from flyte_ddp.core.progress import Progress
+from flyte_ddp.core.samples.class_names import normalize_class_names
+from flyte_ddp.core.samples.pictures import opaque_picture
+from flyte_ddp.core.text.formatting import format_count
 from flyte_ddp.shards.cache import unusable_shard_error
 from flyte_ddp.shards.decoding import LABEL, find_image_and_label, open_image, parse_class_number
 from flyte_ddp.shards.index import (
@@ -34,7 +35,6 @@ from flyte_ddp.shards.index import (
     shard_entry,
 )
 from flyte_ddp.shards.tar import Member, SampleTable, iterate_members, table_digest, tabulate_members
-from flyte_ddp.text.formatting import format_count
 
 THREADS = 8  # shards that are read at the same time
 MOST_LABEL_BYTES = 1 << 10  # a header may claim any size

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
 
 NO_SAMPLES = "webdataset fails in a worker without samples"
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp import storage
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
 from flyte_ddp.shards.index import MOST_BYTES, Shard
 
 BLOCK = tarfile.BLOCKSIZE

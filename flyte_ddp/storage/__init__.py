@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from flyte_ddp.progress import Progress
+from flyte_ddp.core.progress import Progress
 from flyte_ddp.storage import local
 from flyte_ddp.storage.addresses import encode_name, join, local_path, parent, resolve, scheme
 from flyte_ddp.storage.origins import may_be_named, origin_of

@@ -5,8 +5,8 @@ import posixpath
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
-from flyte_ddp.errors import UserError
-from flyte_ddp.text.credentials import refuse_credentials
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.text.credentials import refuse_credentials
 
 SCHEMES = ("file", "http", "https", "s3", "gs", "az")
 

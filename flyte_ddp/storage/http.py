@@ -13,12 +13,12 @@ import urllib3
 from requests.adapters import HTTPAdapter
 from requests.exceptions import InvalidURL, SSLError, TooManyRedirects
 
-from flyte_ddp.errors import UserError
-from flyte_ddp.settings import ALLOWED
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.settings import ALLOWED
+from flyte_ddp.core.text.credentials import mask_credentials
 from flyte_ddp.storage import transfer
 from flyte_ddp.storage.origins import find_redirect_problem, origin_of
 from flyte_ddp.storage.transfer import CHUNK_BYTES, Content, Entry, Span, UnavailableError, parse_etag
-from flyte_ddp.text.credentials import mask_credentials
 
 CONNECTIONS = 64  # kept open by one process to one server
 PERMANENT_ERRORS = (InvalidURL, SSLError, TooManyRedirects, urllib3.exceptions.LocationParseError)

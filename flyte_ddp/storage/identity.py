@@ -7,10 +7,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from flyte_ddp import storage
-from flyte_ddp.errors import UserError
-from flyte_ddp.files import file_digest
-from flyte_ddp.progress import Progress
-from flyte_ddp.settings import runs_folder
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.files import file_digest
+from flyte_ddp.core.progress import Progress
+from flyte_ddp.core.settings import runs_folder
 
 IGNORE_FILE = ".flyteddpignore"  # in a data folder: patterns of file names that are no data, one per line
 # Files that libraries write beside the data on reading: LMDB's lock, Hugging Face's caches, GDAL's statistics.

@@ -8,7 +8,7 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import BinaryIO
 
-from flyte_ddp.files import atomic_write
+from flyte_ddp.core.files import atomic_write
 from flyte_ddp.storage.addresses import local_path
 from flyte_ddp.storage.transfer import CHUNK_BYTES, Content, Entry, ExistsError, MissingError, Span, UnavailableError
 

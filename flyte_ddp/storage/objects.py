@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 import obstore
 from obstore.exceptions import AlreadyExistsError, PermissionDeniedError
 
+from flyte_ddp.core.text.credentials import mask_credentials
 from flyte_ddp.storage import clouds, transfer
 from flyte_ddp.storage.addresses import split_key
 from flyte_ddp.storage.transfer import Content, Entry, ForbiddenError, MissingError, Span, UnavailableError, parse_etag
-from flyte_ddp.text.credentials import mask_credentials
 
 BUCKET = re.compile(r"[A-Za-z0-9._$-]+")
 PART_BYTES = 16 << 20  # size of a part of a multipart upload, which may have 10,000 parts

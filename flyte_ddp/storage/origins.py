@@ -9,7 +9,7 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_add
 from typing import Any
 from urllib.parse import unquote
 
-from flyte_ddp.settings import allowed_addresses
+from flyte_ddp.core.settings import allowed_addresses
 from flyte_ddp.storage.addresses import scheme
 
 PORTS = {"http": 80, "https": 443}

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from flyte_ddp import storage
-from flyte_ddp.errors import StoppedError, UserError, print_to_stderr
-from flyte_ddp.files import file_version, list_files
-from flyte_ddp.results import EVENTS, FOLDER
-from flyte_ddp.text.credentials import mask_credentials
+from flyte_ddp.core.errors import StoppedError, UserError, print_to_stderr
+from flyte_ddp.core.files import file_version, list_files
+from flyte_ddp.core.results import EVENTS, FOLDER
+from flyte_ddp.core.text.credentials import mask_credentials
 
 LOOK_SECONDS = 1.0
 LARGEST_SHARE = 0.1  # of the time is spent on copying, because a growing file is copied whole each time

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
-from flyte_ddp.errors import UnreachableError, UserError
+from flyte_ddp.core.errors import UnreachableError, UserError
 
 CHUNK_BYTES = 1 << 20
 CONNECT_TIMEOUT = 10.0  # seconds

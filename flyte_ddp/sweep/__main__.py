@@ -6,11 +6,11 @@ from typing import BinaryIO
 import click
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.files import SIDECAR, explain_write_errors
+from flyte_ddp.core.files import SIDECAR, explain_write_errors
+from flyte_ddp.core.runs.run_folder import is_finished
 from flyte_ddp.pods.paths import print_local_files, resolve_folder
 from flyte_ddp.pods.run_inputs import check_and_identify_run, find_or_fetch_data_set
 from flyte_ddp.run import run_part
-from flyte_ddp.runs.run_folder import is_finished
 from flyte_ddp.sweep.halving import TrialResult, pick_winner, plan_rung, run_rung
 from flyte_ddp.sweep.page import PAGES, write_page
 from flyte_ddp.sweep.space import Sweep, check_sweep

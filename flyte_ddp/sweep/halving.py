@@ -19,18 +19,18 @@ from typing import Any, List, Optional  # noqa: UP035
 from dataclasses_json import DataClassJsonMixin
 
 from flyte_ddp import storage
-from flyte_ddp.checks.parsing import parse_json
-from flyte_ddp.checks.records import Count, JsonRecord
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import BusyError, OutOfMemoryError, RankError, UnreachableError, UserError
+from flyte_ddp.core.checks.parsing import parse_json
+from flyte_ddp.core.checks.records import Count, JsonRecord
+from flyte_ddp.core.errors import BusyError, OutOfMemoryError, RankError, UnreachableError, UserError
+from flyte_ddp.core.runs.metrics import RungResult
+from flyte_ddp.core.runs.run_folder import RUNG, UNFINISHED, is_finished
+from flyte_ddp.core.text.formatting import format_measure, name_measure
 from flyte_ddp.plans.identity import run_name
 from flyte_ddp.pods.paths import resolve_folder
 from flyte_ddp.report.report import Run
-from flyte_ddp.runs.metrics import RungResult
-from flyte_ddp.runs.run_folder import RUNG, UNFINISHED, is_finished
 from flyte_ddp.storage import MissingError, UnavailableError
 from flyte_ddp.sweep.space import ETA, Sweep, draw_trials
-from flyte_ddp.text.formatting import format_measure, name_measure
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from flyte_ddp.models.sidecar import read_sidecar
+from flyte_ddp.core.models.sidecar import read_sidecar
+from flyte_ddp.core.text.formatting import format_duration, format_measure, format_setting, name_measure
+from flyte_ddp.core.text.sections import Table
 from flyte_ddp.report import figures
 from flyte_ddp.report.page import render_template, write_html
 from flyte_ddp.sweep.halving import TrialResult, name_part, pick_winner
 from flyte_ddp.sweep.space import Sweep, list_values
-from flyte_ddp.text.formatting import format_duration, format_measure, format_setting, name_measure
-from flyte_ddp.text.sections import Table
 
 PAGES = {"sweep.html": "all trials, to open in a browser", "best.json": "the winner's hyperparameters, for --hp"}
 GREYS = ("#5d6878", "#8791a0", "#adb5c1", "#ced4dc")  # of trials left behind, the furthest trials first

@@ -10,11 +10,11 @@ from itertools import islice
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from flyte_ddp.checks.fields import LARGEST_INT, CheckedFields, setting, short_repr
-from flyte_ddp.checks.forms import fits
-from flyte_ddp.checks.parsing import JsonObject, parse_json, parse_yaml_number
 from flyte_ddp.config import FIELDS_WITH_OPTIONS, Hyperparameters
-from flyte_ddp.errors import UserError, require_extra, unknown_name_error
+from flyte_ddp.core.checks.fields import LARGEST_INT, CheckedFields, setting, short_repr
+from flyte_ddp.core.checks.forms import fits
+from flyte_ddp.core.checks.parsing import JsonObject, parse_json, parse_yaml_number
+from flyte_ddp.core.errors import UserError, require_extra, unknown_name_error
 
 if TYPE_CHECKING:
     from optuna import Study

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import click
 
-from flyte_ddp.errors import UserError
-from flyte_ddp.runs.run_folder import METRICS
-from flyte_ddp.settings import read_settings
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.runs.run_folder import METRICS
+from flyte_ddp.core.settings import read_settings
 from flyte_ddp.tracking.wandb_feed import open_run_file
 from flyte_ddp.tracking.wandb_run import WandbProcess
 

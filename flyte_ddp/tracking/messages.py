@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from flyte_ddp.checks.parsing import JsonObject
+from flyte_ddp.core.checks.parsing import JsonObject
 
 
 @dataclass(frozen=True)

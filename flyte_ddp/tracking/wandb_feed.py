@@ -12,9 +12,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from flyte_ddp.checks.parsing import JsonObject
-from flyte_ddp.runs.run_folder import METRICS, PREDICTIONS, UNFINISHED
-from flyte_ddp.text.json_lines import parse_records
+from flyte_ddp.core.checks.parsing import JsonObject
+from flyte_ddp.core.runs.run_folder import METRICS, PREDICTIONS, UNFINISHED
+from flyte_ddp.core.text.json_lines import parse_records
 from flyte_ddp.tracking.messages import Status
 
 if TYPE_CHECKING:

@@ -15,11 +15,11 @@ from subprocess import DEVNULL, Popen, TimeoutExpired
 from typing import Any
 
 from flyte_ddp import storage
-from flyte_ddp.checks.parsing import JsonObject
-from flyte_ddp.errors import StoppedError, print_to_stderr, shorten_path
-from flyte_ddp.machine.process import kill_process_trees
-from flyte_ddp.runs.run_folder import METRICS, PREDICTIONS
-from flyte_ddp.settings import Settings
+from flyte_ddp.core.checks.parsing import JsonObject
+from flyte_ddp.core.errors import StoppedError, print_to_stderr, shorten_path
+from flyte_ddp.core.machine.process import kill_process_trees
+from flyte_ddp.core.runs.run_folder import METRICS, PREDICTIONS
+from flyte_ddp.core.settings import Settings
 from flyte_ddp.tracking.messages import ENDED, Order, Status
 from flyte_ddp.tracking.wandb_feed import NOTHING_RECORDED, POLL_SECONDS, follow_records, open_run_file
 

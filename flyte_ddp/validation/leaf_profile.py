@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.loading.workers import call_for_each, make_pool
+from flyte_ddp.core.machine.resources import count_cores
+from flyte_ddp.core.order.random_state import keep_random_state
+from flyte_ddp.core.samples.leaves import IGNORED, IGNORED_TOKEN, Leaves, Ragged, group_leaves, name_leaves
+from flyte_ddp.core.settings import Settings
 from flyte_ddp.datasets.item_set import ItemSet
 from flyte_ddp.datasets.items import Items
 from flyte_ddp.datasets.rows import normalize_columns
 from flyte_ddp.datasets.sample_arrays import SampleArrays
-from flyte_ddp.errors import UserError
-from flyte_ddp.loading.workers import call_for_each, make_pool
-from flyte_ddp.machine.resources import count_cores
-from flyte_ddp.order.random_state import keep_random_state
-from flyte_ddp.samples.leaves import IGNORED, IGNORED_TOKEN, Leaves, Ragged, group_leaves, name_leaves
-from flyte_ddp.settings import Settings
 from flyte_ddp.validation.profile import CLASSES, LABELS, MASKS, NUMBERS, OTHERS, TOKENS, DataProfile, SplitProfile
 
 ROWS, ROW_BYTES = 4096, 2**24  # of arrays that are measured at a time, at most

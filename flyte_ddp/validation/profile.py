@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from dataclasses_json import DataClassJsonMixin
 
+from flyte_ddp.core.text.formatting import format_count
 from flyte_ddp.report.page import render_template
-from flyte_ddp.text.formatting import format_count
 
 CLASSES, LABELS, MASKS, NUMBERS, TOKENS, OTHERS = "class", "labels", "mask", "numbers", "tokens", "others"
 LISTED = 6  # values of a statistic on the page, the most frequent first

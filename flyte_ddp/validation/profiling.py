@@ -11,16 +11,16 @@ import numpy as np
 from scipy.stats import chi2_contingency
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.machine.resources import count_cores
+from flyte_ddp.core.order.sampling import Indices
+from flyte_ddp.core.settings import Settings
+from flyte_ddp.core.text.formatting import format_count, format_p_value, join_first
 from flyte_ddp.datasets.encoded.decoding import DecodingError, decode_image, open_with_pillow
 from flyte_ddp.datasets.encoded.encoded_set import EncodedSet
 from flyte_ddp.datasets.encoded.samples import Encoded, ImageReader, map_samples
 from flyte_ddp.datasets.item_set import ItemSet
 from flyte_ddp.datasets.prepared import open_prepared, resolve_class_names
-from flyte_ddp.errors import UserError
-from flyte_ddp.machine.resources import count_cores
-from flyte_ddp.order.sampling import Indices
-from flyte_ddp.settings import Settings
-from flyte_ddp.text.formatting import format_count, format_p_value, join_first
 from flyte_ddp.validation.leaf_profile import (
     FEW,
     Compared,

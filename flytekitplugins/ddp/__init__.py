@@ -34,7 +34,7 @@ class DDP:
     engine: str = ""
 
     def __post_init__(self) -> None:
-        from flyte_ddp.errors import UserError, unknown_name_error
+        from flyte_ddp.core.errors import UserError, unknown_name_error
         from flyte_ddp.pods.profiles import ENGINES
 
         if self.engine and self.engine not in ENGINES:

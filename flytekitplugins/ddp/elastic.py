@@ -15,20 +15,20 @@ from flytekit.exceptions.user import FlyteUserRuntimeException
 from flytekit.extend import IgnoreOutputs
 from flytekitplugins.kfpytorch.task import CleanPodPolicy, Elastic, PytorchElasticFunctionTask, RunPolicy
 
-from flyte_ddp.errors import RankError
-from flyte_ddp.launch.supervise.restarts import Restarts
-from flyte_ddp.launch.supervise.stopping import stop_error
-from flyte_ddp.loops.call import Call, pickle_by_value
-from flyte_ddp.machine.process import count_out_of_memory_kills, hide_main_script
-from flyte_ddp.machine.resources import Request
+from flyte_ddp.core.errors import RankError
+from flyte_ddp.core.launch.supervise.restarts import Restarts
+from flyte_ddp.core.launch.supervise.stopping import stop_error
+from flyte_ddp.core.loops.call import Call, pickle_by_value
+from flyte_ddp.core.machine.process import count_out_of_memory_kills, hide_main_script
+from flyte_ddp.core.machine.resources import Request
+from flyte_ddp.core.runs.checkpoint import newest_step
+from flyte_ddp.core.runs.work import Restart
+from flyte_ddp.core.settings import read_settings, read_whole_number
 from flyte_ddp.pods import elastic as elastic_pods
 from flyte_ddp.pods.live_page import publish_function_page
 from flyte_ddp.pods.paths import resolve_folder
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.retries import open_checkpoint_store, record_result
-from flyte_ddp.runs.checkpoint import newest_step
-from flyte_ddp.runs.work import Restart
-from flyte_ddp.settings import read_settings, read_whole_number
 from flytekitplugins.ddp import DDP
 from flytekitplugins.ddp.flyte import PLATFORM, translate_errors_for_flyte
 from flytekitplugins.ddp.ranks import Returned
@@ -113,7 +113,7 @@ class ReplacedPodsTask(PytorchElasticFunctionTask):  # type: ignore[misc]  # whi
         """
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
-        from flyte_ddp.launch.elastic import first_worker_error, pass_restarts_to_workers, silence_elastic_logs
+        from flyte_ddp.engines.elastic import first_worker_error, pass_restarts_to_workers, silence_elastic_logs
 
         memory_kills = count_out_of_memory_kills()
         workers = copy(self)  # the plugin sends this copy's function to the workers
@@ -160,7 +160,7 @@ class ElasticTask(PodTask, ReplacedPodsTask):
 
 def run_worker(call: Call, run: str) -> bytes | None:
     """Run the call in this worker of Elastic. Rank 0 returns the pickled result, and other ranks return None."""
-    from flyte_ddp.launch import elastic
+    from flyte_ddp.engines import elastic
 
     def lead() -> bytes:
         # Elastic would send tensors as shared memory, which disappears with the worker.

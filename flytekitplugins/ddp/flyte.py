@@ -10,7 +10,7 @@ from flytekit.core.context_manager import ExecutionState
 from flytekit.exceptions.system import FlyteNonRecoverableSystemException
 from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
 
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
 from flyte_ddp.pods.platforms import EXECUTION_ID
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from flyte_ddp.checks.fields import short_repr
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.checks.fields import short_repr
+from flyte_ddp.core.errors import UserError
 from flytekitplugins.ddp.inputs import Remote
 
 PLAIN = (bool, int, float, str, datetime, timedelta, date)

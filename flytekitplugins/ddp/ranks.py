@@ -16,8 +16,8 @@ from flytekit.deck.deck import TimeLineDeck
 from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.models.literals import LiteralMap
 
-from flyte_ddp.errors import UnreachableError
-from flyte_ddp.loops.call import Call, digest_code, function_name, pickle_for_ranks
+from flyte_ddp.core.errors import UnreachableError
+from flyte_ddp.core.loops.call import Call, digest_code, function_name, pickle_for_ranks
 from flytekitplugins.ddp.inputs import share_downloads
 from flytekitplugins.ddp.outputs import convert_outputs, refuse_unwritable_types
 
@@ -96,7 +96,7 @@ def run_body(
     """
     from flytekit.bin.entrypoint import setup_execution
 
-    from flyte_ddp.loops.current_rank import current_rank  # imports torch
+    from flyte_ddp.core.loops.current_rank import current_rank  # imports torch
 
     rank = current_rank().rank
     share_downloads(inputs)

@@ -10,18 +10,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from flyte_ddp.errors import print_to_stderr
-from flyte_ddp.loops.call import Call
-from flyte_ddp.machine.resources import Request
+from flyte_ddp.core.errors import print_to_stderr
+from flyte_ddp.core.loops.call import Call
+from flyte_ddp.core.machine.resources import Request
+from flyte_ddp.core.runs.checkpoint import GO_ON, describe_going_on, newest_step
+from flyte_ddp.core.runs.run_folder import METRICS, REPORT
+from flyte_ddp.core.runs.work import Launch
+from flyte_ddp.core.settings import read_text
 from flyte_ddp.pods.live_page import publish_function_page
 from flyte_ddp.pods.paths import print_local_files, resolve_folder
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.retries import open_checkpoint_store, pod_run
 from flyte_ddp.run_function import disable_wandb_without_key, print_how_to_resume, remove_saves, run_call
-from flyte_ddp.runs.checkpoint import GO_ON, describe_going_on, newest_step
-from flyte_ddp.runs.run_folder import METRICS, REPORT
-from flyte_ddp.runs.work import Launch
-from flyte_ddp.settings import read_text
 from flytekitplugins.ddp.flyte import PLATFORM
 from flytekitplugins.ddp.resources import ENGINE_RETRIES
 
@@ -78,7 +78,7 @@ def print_saves_of_other_code(run: str, folder: Path) -> None:
 
 
 def engine_launcher(engine: str, hosts: int) -> Launch:
-    launch = import_module(f"flyte_ddp.launch.{engine}").launch
+    launch = import_module(f"flyte_ddp.core.launch.{engine}").launch
     return partial(launch, retries=ENGINE_RETRIES, awaited_hosts=hosts if is_in_pod() else 0)
 
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from flytekit import PythonFunctionTask, current_context
 
-from flyte_ddp.errors import UserError, require_extra
-from flyte_ddp.machine.resources import Request
+from flyte_ddp.core.errors import UserError, require_extra
+from flyte_ddp.core.machine.resources import Request
+from flyte_ddp.core.settings import ALL_PODS, REQUESTED_GPUS, TRAINING_PODS
 from flyte_ddp.pods import environment
 from flyte_ddp.pods.platforms import is_in_pod
-from flyte_ddp.settings import ALL_PODS, REQUESTED_GPUS, TRAINING_PODS
 from flytekitplugins.ddp import DDP
 from flytekitplugins.ddp.flyte import (
     remove_execution_id_outside_tasks,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from flytekit import FlyteContext
     from flytekit.models.literals import LiteralMap
 
-    from flyte_ddp.loops.call import Call
+    from flyte_ddp.core.loops.call import Call
 
 Function = Callable[..., Any]
 GRACE = {"FLYTE_DDP_SAVE_SECONDS": "15", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "25"}  # both within Kubernetes' 30 s
@@ -90,7 +90,7 @@ class PodTask(RanksTask):
     """A task whose ranks run in the task's pod."""
 
     def run_body(self, call: Call, run: str) -> Returned:
-        from flyte_ddp.launch import elastic
+        from flyte_ddp.engines import elastic
 
         launch = elastic.launch if self.ddp.engine else None
         return run_in_folder(call, run, Request(self.ddp.num_ranks, exact=True), launch)

@@ -17,11 +17,11 @@ from flytekit import CronSchedule, LaunchPlan
 from flytekit.models.concurrency import ConcurrencyLimitBehavior, ConcurrencyPolicy
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.settings import Settings
 from flyte_ddp.datasets import fetch
 from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.pods.profiles import PROFILES
 from flyte_ddp.run import run_training
-from flyte_ddp.settings import Settings
 from flyte_ddp.sweep.space import Sweep
 
 SHORT: dict[str, Any] = {"epochs": 3, "num_ranks": 2}

@@ -11,10 +11,10 @@ from file_server import FileServer
 from image_folders import pixels_of
 from PIL import Image
 
+from flyte_ddp.core.errors import UserCodeError, UserError
+from flyte_ddp.core.progress import Progress
 from flyte_ddp.datasets import fetch, fingerprint, image_arrays, open_arrays
 from flyte_ddp.datasets.custom import CustomSet, arrays_from_result
-from flyte_ddp.errors import UserCodeError, UserError
-from flyte_ddp.progress import Progress
 from flyte_ddp.storage.identity import content_identity
 
 

@@ -16,6 +16,8 @@ from image_folders import all_files
 from mnist_files import NAMES, Tiny, assert_tiny, leftovers
 from mounts import ALONE, need_mounts
 
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.files import file_digest
 from flyte_ddp.datasets import (
     DATASETS,
     fetch,
@@ -26,8 +28,6 @@ from flyte_ddp.datasets import (
     open_prepared,
     prepared_folder,
 )
-from flyte_ddp.errors import UserError
-from flyte_ddp.files import file_digest
 
 
 def test_a_second_fetch_does_nothing(tiny: Tiny, server: FileServer, tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_ctrl_c_and_a_folder_that_cannot_be_made_leave_nothing(tmp_path: Path, m
 FULL_DISK = """
 import os, pathlib, subprocess, sys
 from flyte_ddp.datasets import fetch
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", sys.argv[1]], check=True)
 try:
     fetch("digits", "", pathlib.Path(sys.argv[1]) / "data", progress="off")

@@ -20,9 +20,9 @@ from surroundings import set_variables
 from tars import header_of, tar_bytes
 
 from flyte_ddp import catalog
+from flyte_ddp.core.errors import UserError
 from flyte_ddp.datasets import DATASETS, fetch, fingerprint, open_arrays
 from flyte_ddp.datasets.published import CIFAR10, CIFAR10_FILE, FASHION_MNIST, MNIST, TEST_BATCH, TRAIN_BATCHES
-from flyte_ddp.errors import UserError
 from flyte_ddp.storage.identity import content_identity
 
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from flyte_ddp import arrays
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.loading.collate import batch_samples
+from flyte_ddp.core.samples.leaves import Ragged
 from flyte_ddp.datasets.columns import require_distinct
 from flyte_ddp.datasets.sample_arrays import convert_new_inputs
-from flyte_ddp.errors import UserError
-from flyte_ddp.loading.collate import batch_samples
-from flyte_ddp.samples.leaves import Ragged
 
 N = 5
 NUMBERS = np.random.default_rng(0).normal(size=(N, 2))

@@ -15,11 +15,11 @@ from tars import indexed
 
 from flyte_ddp import image_arrays
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.errors import UnreachableError, UserError
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.datasets.encoded import decoding
 from flyte_ddp.datasets.encoded.image_folder import SUFFIXES, list_images
 from flyte_ddp.datasets.prepared import check_prepared_set
-from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.shards.index import read_index
 
 NFC, NFD = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))

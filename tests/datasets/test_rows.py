@@ -8,8 +8,8 @@ import pandas as pd
 import polars as pl
 import pytest
 
+from flyte_ddp.core.errors import UserError
 from flyte_ddp.datasets import rows
-from flyte_ddp.errors import UserError
 
 AGES, CITIES = [31.0, None, 44.0, 31.0], ["Bern", "Oslo", None, "Bern"]
 DAYS = [dt.date(1970, 1, day) for day in (1, 2, 3, 1)]

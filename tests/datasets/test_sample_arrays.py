@@ -16,16 +16,16 @@ from scipy import sparse
 
 from flyte_ddp import arrays
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.loading.collate import batch_samples
+from flyte_ddp.core.progress import Progress
+from flyte_ddp.core.samples.leaves import form_of, name_leaves
 from flyte_ddp.datasets import fetch, image_arrays, open_prepared
 from flyte_ddp.datasets.custom import arrays_from_result
 from flyte_ddp.datasets.items import Items
 from flyte_ddp.datasets.prepared import check_prepared_set
 from flyte_ddp.datasets.prepared_folder import read_description, write_prepared_set
 from flyte_ddp.datasets.sample_arrays import SampleArrays, arrays_sha256, open_arrays
-from flyte_ddp.errors import UserError
-from flyte_ddp.loading.collate import batch_samples
-from flyte_ddp.progress import Progress
-from flyte_ddp.samples.leaves import form_of, name_leaves
 
 
 class Frame:

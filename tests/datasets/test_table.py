@@ -15,9 +15,9 @@ from scipy.sparse import csr_matrix
 from sklearn.preprocessing import StandardScaler
 
 from flyte_ddp import Table, fetch, split_by_id
+from flyte_ddp.core.errors import UserError
 from flyte_ddp.datasets import SampleArrays, open_arrays
 from flyte_ddp.datasets.table import load_table
-from flyte_ddp.errors import UserError
 
 
 def load(found: type[Table], source: Path) -> SampleArrays:

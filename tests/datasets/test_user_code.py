@@ -11,15 +11,15 @@ import torch
 from image_folders import write_files
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.order.sampling import ListedOrder
+from flyte_ddp.core.progress import Progress
+from flyte_ddp.core.training.optimisation import make_own_optimizers, make_schedule
+from flyte_ddp.core.user_code.callables import load_callable
+from flyte_ddp.core.user_code.source import find_user_sources, user_source_digest
 from flyte_ddp.datasets.custom import CustomSet
 from flyte_ddp.datasets.prepared import order_training
-from flyte_ddp.errors import UserError
-from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.pods.run_inputs import find_or_fetch_data_set
-from flyte_ddp.progress import Progress
-from flyte_ddp.training.optimisation import make_own_optimizers, make_schedule
-from flyte_ddp.user_code.callables import load_callable
-from flyte_ddp.user_code.source import find_user_sources, user_source_digest
 
 
 @pytest.fixture

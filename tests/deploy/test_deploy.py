@@ -23,7 +23,7 @@ from image import make_commands
 from kubernetes import client
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.user_code.digest import package_digest
+from flyte_ddp.core.user_code.digest import package_digest
 from workflows.training import training_on_demand
 
 BIN = Path(sys.executable).parent
@@ -174,7 +174,7 @@ def test_a_dry_run_packs_all_sources_and_lists_what_would_be_trained(clone: Path
     assert package.sources is not None
     files = packaged.names(package.sources)
     assert files == sources_of(clone) - {*LEFT_OUT}
-    assert {"flyte_ddp/report/templates/report.css", "flyte_ddp/variables.toml", "config/schedules.yaml"} <= files
+    assert {"flyte_ddp/report/templates/report.css", "flyte_ddp/core/variables.toml", "config/schedules.yaml"} <= files
     variables = packaged.container(package.tasks["tasks.training.train_model"].template).env
     registered = {pair.key: pair.value for pair in variables}
     assert registered["FLYTE_DDP_PROFILE"] == "gpu"

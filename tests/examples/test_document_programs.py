@@ -26,8 +26,8 @@ from examples.sample_data import unpack_mnist_files, write_image_folder
 from examples.tutorial.tutorial import MODEL_FILE, TRANSFORM, Hyperparameters, Net, train_mnist
 from examples.wids_ray.wids_ray import Config, train_in_ray
 from flyte_ddp import RankError, run_ranks
+from flyte_ddp.core.text.json_lines import read_records
 from flyte_ddp.datasets.packing import pack_image_folder
-from flyte_ddp.text.json_lines import read_records
 
 pytestmark = pytest.mark.slow
 COUNT = 48  # of training samples, 24 on each rank

@@ -11,11 +11,12 @@ from engines import Launch
 from killed_ranks import call_and_kill
 
 import flyte_ddp
-from flyte_ddp.launch import elastic, spawn
-from flyte_ddp.launch.supervise.link import RankInfo
-from flyte_ddp.loops.in_rank import torchrun_variables
-from flyte_ddp.runs.work import World
-from flyte_ddp.text.json_lines import read_records
+from flyte_ddp.core.launch import spawn
+from flyte_ddp.core.launch.supervise.link import RankInfo
+from flyte_ddp.core.loops.in_rank import torchrun_variables
+from flyte_ddp.core.runs.work import World
+from flyte_ddp.core.text.json_lines import read_records
+from flyte_ddp.engines import elastic
 
 SCRIPTS = {name: ROOT / f"examples/{name}/{name}_digits.py" for name in ("lightning", "accelerate")}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from cli import ROOT, pyflyte
 
-from flyte_ddp.text.json_lines import read_records
+from flyte_ddp.core.text.json_lines import read_records
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 README = (ROOT / "examples" / "README.md").read_text()

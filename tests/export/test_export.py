@@ -15,6 +15,7 @@ from training_runs import train_in
 
 from flyte_ddp.catalog import TORCHVISION_WEIGHTS
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.settings import Settings
 from flyte_ddp.datasets import fetch
 from flyte_ddp.datasets.encoded.cropping import crop_to_square, middle_crop
 from flyte_ddp.datasets.prepared import open_prepared
@@ -24,7 +25,6 @@ from flyte_ddp.export.exporting import Comparison, export_model
 from flyte_ddp.export.graphs import ServedImages, middle_square_side
 from flyte_ddp.export.onnx_process import OnnxProcess
 from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
-from flyte_ddp.settings import Settings
 
 OWN_MODEL = """
 from torch import nn

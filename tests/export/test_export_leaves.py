@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from flyte_ddp.core.settings import Settings
 from flyte_ddp.export import exporting
 from flyte_ddp.export.exporting import export_model
 from flyte_ddp.export.graphs import NotExportedError, name_outputs, write_onnx
 from flyte_ddp.predict.prediction_batches import SavedModel
-from flyte_ddp.settings import Settings
 
 QUIET = Settings(progress="off", loaders=2)
 

@@ -5,13 +5,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from flyte_ddp.errors import UnreachableError
-from flyte_ddp.launch.remote import agent
-from flyte_ddp.launch.remote.connection import JoinTicket
-from flyte_ddp.launch.remote.rendezvous import open_rendezvous
-from flyte_ddp.launch.supervise.link import RankInfo
-from flyte_ddp.machine.resources import detect_world
-from flyte_ddp.runs.work import Work
+from flyte_ddp.core.errors import UnreachableError
+from flyte_ddp.core.launch.remote import agent
+from flyte_ddp.core.launch.remote.connection import JoinTicket
+from flyte_ddp.core.launch.remote.rendezvous import open_rendezvous
+from flyte_ddp.core.launch.supervise.link import RankInfo
+from flyte_ddp.core.machine.resources import detect_world
+from flyte_ddp.core.runs.work import Work
 
 NOWHERE = Path("/nowhere")
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from flyte_ddp.loading.arrays import ArrayBatches, LoadedLeaf
-from flyte_ddp.loading.user_functions import Augmentation
+from flyte_ddp.core.loading.arrays import ArrayBatches, LoadedLeaf
+from flyte_ddp.core.loading.user_functions import Augmentation
 
 
 def images_in_memory(images: Tensor, targets: Tensor, device: torch.device, augment: str = "none") -> ArrayBatches:

@@ -9,7 +9,7 @@ from pathlib import Path
 from cli import ROOT
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.settings import load_variables_file, read_variable_table
+from flyte_ddp.core.settings import load_variables_file, read_variable_table
 
 TABLE = re.compile(r"(<!-- \w+: written by .*?-->\n)(.*?)(<!-- end -->)", re.DOTALL)
 

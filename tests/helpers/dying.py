@@ -11,7 +11,7 @@ from processes import wait_until
 from torch.utils.data import DataLoader, Dataset
 
 from flyte_ddp import current_rank
-from flyte_ddp.runs import checkpoint
+from flyte_ddp.core.runs import checkpoint
 
 
 def note_call(folder: str) -> None:

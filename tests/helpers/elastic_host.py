@@ -4,10 +4,10 @@ import sys
 from pathlib import Path
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.launch import elastic
-from flyte_ddp.launch.remote import connection, elastic_link
+from flyte_ddp.core.launch.remote import connection, elastic_link
+from flyte_ddp.core.settings import Settings
+from flyte_ddp.engines import elastic
 from flyte_ddp.run import run_training
-from flyte_ddp.settings import Settings
 
 
 def main(hp: str, data: str, folder: str, like_a_task: str = "") -> None:

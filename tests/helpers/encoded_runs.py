@@ -8,9 +8,9 @@ from PIL import Image
 from training_runs import train_in
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.settings import Settings
 from flyte_ddp.datasets import fetch, fingerprint
 from flyte_ddp.run import Result
-from flyte_ddp.settings import Settings
 
 SIDE = 16
 BASE = Hyperparameters(

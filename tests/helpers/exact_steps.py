@@ -14,12 +14,12 @@ from states import make_state
 from torch import Tensor, nn
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.order import sampling
+from flyte_ddp.core.parallel.distributed import rank
+from flyte_ddp.core.training.evaluate import gather_columns, measure_split
+from flyte_ddp.core.training.train import apply_gradients, compute_gradients
 from flyte_ddp.datasets import open_prepared
-from flyte_ddp.order import sampling
-from flyte_ddp.parallel.distributed import rank
 from flyte_ddp.plans.resolve import detect_hardware
-from flyte_ddp.training.evaluate import gather_columns, measure_split
-from flyte_ddp.training.train import apply_gradients, compute_gradients
 
 STEPS = 7  # more than an epoch of batches of 8
 BASE = Hyperparameters(

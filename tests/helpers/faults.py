@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flyte_ddp import results
+from flyte_ddp.core import results
 
 if TYPE_CHECKING:
     import pytest  # takes half a second
@@ -152,9 +152,9 @@ def model(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
 
 
 if FAULT and dist.is_initialized():  # in a rank
-    from flyte_ddp.loading.split import Split
+    from flyte_ddp.core.loading.split import Split
+    from flyte_ddp.core.runs import checkpoint
     from flyte_ddp.models import artifacts
-    from flyte_ddp.runs import checkpoint
 
     passing("import")
     before(Split, "load_batch", "data")

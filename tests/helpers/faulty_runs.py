@@ -15,11 +15,11 @@ import torch.distributed as dist
 from processes import children_of, processes_with, wait_until
 from torch.distributed import distributed_c10d
 
-from flyte_ddp import results
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.loops import current_rank
-from flyte_ddp.runs import checkpoint
-from flyte_ddp.runs.run_folder import TRACEBACK, UNFINISHED
+from flyte_ddp.core import results
+from flyte_ddp.core.loops import current_rank
+from flyte_ddp.core.runs import checkpoint
+from flyte_ddp.core.runs.run_folder import TRACEBACK, UNFINISHED
 
 HP = Hyperparameters(
     model="faults:model", epochs=2, batch_size=100, num_ranks=2, precision="fp32", log_interval=1, max_steps=20

@@ -10,9 +10,9 @@ import pytest
 import torch
 from s3_server import S3Server, s3_server
 
+from flyte_ddp.core.runs import checkpoint
+from flyte_ddp.core.runs.checkpoint import COMMENT_BYTES, FORMAT, HEAD, SLOTS, Arithmetic, Checkpoint, Identity
 from flyte_ddp.pods.checkpoint_store import SAVED, CheckpointStore, parse_run_file
-from flyte_ddp.runs import checkpoint
-from flyte_ddp.runs.checkpoint import COMMENT_BYTES, FORMAT, HEAD, SLOTS, Arithmetic, Checkpoint, Identity
 from flyte_ddp.storage import transfer
 
 IDENTITY = Identity({"epochs": 1}, data="d", code="c", user_code="", initial_weights="", releases="torch 2")

@@ -15,9 +15,10 @@ import pytest
 from cli import HELPERS
 from engines import AGENTS, DASK, ELASTIC, FRESH, RAY_ENVIRONMENT, SPAWN, Launch, set_environment
 
-from flyte_ddp.launch import elastic, spawn
-from flyte_ddp.launch.supervise import fork_server
-from flyte_ddp.runs.work import Work
+from flyte_ddp.core.launch import spawn
+from flyte_ddp.core.launch.supervise import fork_server
+from flyte_ddp.core.runs.work import Work
+from flyte_ddp.engines import elastic
 
 PASSED_ON = ("FAULTS", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR")
 RAY_HEAD = """
@@ -94,7 +95,7 @@ def passed_on() -> dict[str, str]:
 
 
 def on_dask(client: object) -> Launch:
-    from flyte_ddp.launch import dask
+    from flyte_ddp.engines import dask
 
     def run(work: Work, **options: object) -> None:
         client.run(set_environment, passed_on(), str(Path.cwd()))
@@ -111,7 +112,7 @@ def on_ray(address: str, file: Path) -> Launch:
     """
     import ray
 
-    from flyte_ddp.launch import ray as launcher
+    from flyte_ddp.engines import ray as launcher
 
     connecting = threading.Lock()
 

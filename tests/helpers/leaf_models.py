@@ -9,12 +9,12 @@ from sidecars import make_sidecar
 from torch import Tensor, nn
 from torch.nn import functional
 
+from flyte_ddp.core.models.saving import save_model
+from flyte_ddp.core.samples.leaves import Leaves
+from flyte_ddp.core.settings import Settings
 from flyte_ddp.datasets.item_set import ItemSet
 from flyte_ddp.datasets.prepared_set import Opening
 from flyte_ddp.datasets.sample_arrays import SampleArrays, arrays
-from flyte_ddp.models.saving import save_model
-from flyte_ddp.samples.leaves import Leaves
-from flyte_ddp.settings import Settings
 
 TRAIN, TEST, TOKENS = 4, 23, 11
 

@@ -21,12 +21,12 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from flyte_ddp import Hyperparameters, Result, Settings, fetch, run_ranks, run_training
+from flyte_ddp.core.text.json_lines import read_records
 from flyte_ddp.datasets.prepared import open_prepared
 from flyte_ddp.export.exporting import export_model
 from flyte_ddp.export.graphs import NotExportedError
 from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.predict.prediction_batches import SavedModel
-from flyte_ddp.text.json_lines import read_records
 
 QUIET = Settings(progress="off", wandb_mode="disabled", checkpoint_seconds=0.01, loaders=1)
 KILLED_AFTER = 5  # steps, of 8

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from flyte_ddp.core.text.sections import Section
 from flyte_ddp.datasets import SampleArrays, image_arrays
 from flyte_ddp.objectives import HIGHER, Classification, Multilabel, Objective
-from flyte_ddp.text.sections import Section
 
 TRAIN, TEST, SIDE = 41, 23, 8
 CLASSES = ("a", "b", "c")

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 
 from flyte_ddp import on_demand, run_training
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.settings import Settings
 from flyte_ddp.datasets import fetch
 from flyte_ddp.datasets.on_demand_set import OnDemand
-from flyte_ddp.settings import Settings
 
 open_pools: list[Any] = []  # never closed
 DEFAULTS = [signal.SIG_DFL, signal.default_int_handler, signal.SIG_DFL, set()]

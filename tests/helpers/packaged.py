@@ -20,7 +20,7 @@ from flyteidl.core.tasks_pb2 import Container, Resources, TaskTemplate
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.struct_pb2 import Struct
 
-from flyte_ddp.files import hold_lock
+from flyte_ddp.core.files import hold_lock
 
 # Requirements of Kubernetes' PodSecurity level "restricted" for a pod, and for each container.
 RESTRICTED_POD = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}

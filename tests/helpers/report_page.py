@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.text.sections import Confusions, Pictures, encode_sections
+from flyte_ddp.core.text.sections import Confusions, Pictures, encode_sections
 
 Record = dict[str, Any]
 VOID = {"meta", "img", "br", "link", "input"}

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from flyte_ddp.models.inputs import InputSpec, ModelInput
-from flyte_ddp.models.saving import make_sidecar_input
-from flyte_ddp.models.sidecar import Digests, Sidecar
+from flyte_ddp.core.models.inputs import InputSpec, ModelInput
+from flyte_ddp.core.models.saving import make_sidecar_input
+from flyte_ddp.core.models.sidecar import Digests, Sidecar
 
 TINY = InputSpec(channels=1, height=8, width=8, mean=(0.5,), std=(0.2,))
 

@@ -3,11 +3,11 @@
 from typing import Any
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.hardware import Hardware
+from flyte_ddp.core.hardware import Hardware
+from flyte_ddp.core.settings import Settings
+from flyte_ddp.core.training.training_state import TrainingState
 from flyte_ddp.plans.opened_data import OpenedData
 from flyte_ddp.plans.resolve import resolve
-from flyte_ddp.settings import Settings
-from flyte_ddp.training.training_state import TrainingState
 
 
 def make_state(

@@ -7,7 +7,8 @@ import torch
 from torch import distributed as dist
 
 from flyte_ddp import current_rank, run_ranks
-from flyte_ddp.launch import elastic, spawn
+from flyte_ddp.core.launch import spawn
+from flyte_ddp.engines import elastic
 
 
 def train() -> int:

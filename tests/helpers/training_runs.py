@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.errors import RankError, UserError
+from flyte_ddp.core.order.sampling import Indices
+from flyte_ddp.core.runs.run_folder import UNFINISHED
+from flyte_ddp.core.settings import Settings
+from flyte_ddp.core.text.json_lines import read_records
+from flyte_ddp.core.training import train as training
+from flyte_ddp.core.training.recording import StepSums
+from flyte_ddp.core.training.training_state import TrainingState
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.datasets.sample_arrays import SampleArrays
-from flyte_ddp.errors import RankError, UserError
-from flyte_ddp.order.sampling import Indices
 from flyte_ddp.run import Result, run_training
-from flyte_ddp.runs.run_folder import UNFINISHED
-from flyte_ddp.settings import Settings
-from flyte_ddp.text.json_lines import read_records
-from flyte_ddp.training import train as training
-from flyte_ddp.training.recording import StepSums
-from flyte_ddp.training.training_state import TrainingState
 
 QUIET = Settings(progress="off", wandb_mode="disabled", restarts=0)
 Train = Callable[..., Result]

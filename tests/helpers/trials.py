@@ -16,8 +16,8 @@ from faulty_runs import HP, weights, when
 from training_runs import train_in
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.text.json_lines import read_records
 from flyte_ddp.run import Result
-from flyte_ddp.text.json_lines import read_records
 
 
 @dataclass

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from processes import wait_until
 from torch import nn
 
-from flyte_ddp import results
+from flyte_ddp.core import results
 
 
 def introduced(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from flyte_ddp.settings import Settings
-from flyte_ddp.text.json_lines import JsonLines
+from flyte_ddp.core.settings import Settings
+from flyte_ddp.core.text.json_lines import JsonLines
 from flyte_ddp.tracking.wandb_run import WandbProcess
 
 HYPERPARAMETERS = {"epochs": 2, "learning_rate": 0.1, "num_ranks": 0}

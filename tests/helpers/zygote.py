@@ -36,8 +36,8 @@ LEFT_OUT = ("flytekit", "flytekitplugins", "flyte_ddp")  # flytekit imports our 
 RANKS = ("torch", "torch._dynamo", "torchvision.models")
 PAGES = ("matplotlib.figure", "matplotlib.style", "matplotlib.ticker", "jinja2", "PIL.Image")
 NAME = "zygote"
-# linux/prctl.h. flyte_ddp.machine.process has these calls, too. An import here would load this repository's module into
-# each fork, but a pod must run the registered version.
+# linux/prctl.h. flyte_ddp.core.machine.process has these calls, too. An import here would load this repository's module
+# into each fork, but a pod must run the registered version.
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 15, 36, 37
 MOST_FILES = 64
 HELPERS = Path(__file__).parent

@@ -9,7 +9,7 @@ from launchers import dask_client, launch, no_current_client, ray_address  # noq
 from training_runs import train_in
 from trials import Trial
 
-from flyte_ddp.launch import spawn
+from flyte_ddp.core.launch import spawn
 from flyte_ddp.run import Result
 
 

@@ -12,11 +12,12 @@ from processes import processes_with
 from training_runs import losses
 from trials import Trial, starts
 
-from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError
-from flyte_ddp.launch import elastic, ray, spawn
-from flyte_ddp.machine.resources import Request
+from flyte_ddp.core.errors import RankError, StoppedError, UnreachableError, UserError
+from flyte_ddp.core.launch import spawn
+from flyte_ddp.core.machine.resources import Request
+from flyte_ddp.core.text.json_lines import read_records
+from flyte_ddp.engines import elastic, ray
 from flyte_ddp.run import Result
-from flyte_ddp.text.json_lines import read_records
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unchanged")]
 

@@ -15,9 +15,9 @@ import pytest
 from image import make_commands
 from mounts import ALONE, need_mounts
 
-from flyte_ddp.errors import UnreachableError, UserError
-from flyte_ddp.launch import dask
-from flyte_ddp.machine.resources import Request
+from flyte_ddp.core.errors import UnreachableError, UserError
+from flyte_ddp.core.machine.resources import Request
+from flyte_ddp.engines import dask
 
 pytestmark = pytest.mark.usefixtures("temporary")
 
@@ -34,7 +34,7 @@ def describe():
 RUN = """
 import mine
 from flyte_ddp import run_ranks
-from flyte_ddp.launch import dask
+from flyte_ddp.core.launch import dask
 
 print(*run_ranks(mine.describe, num_ranks=1, launch=dask.launch))
 """

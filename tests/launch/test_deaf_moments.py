@@ -17,20 +17,20 @@ import pytest
 from kept_checkpoints import IDENTITY
 from processes import wait_until
 
-from flyte_ddp.errors import OutOfMemoryError, StoppedError, UserError
-from flyte_ddp.launch.remote import connection, proxy, rendezvous
-from flyte_ddp.launch.remote.connection import JoinTicket, WorkerConnection
-from flyte_ddp.launch.remote.rendezvous import RemoteHandle
-from flyte_ddp.launch.supervise import supervisor
-from flyte_ddp.launch.supervise.failures import find_root_cause
-from flyte_ddp.launch.supervise.link import RankInfo
-from flyte_ddp.launch.supervise.rank_handle import ProcessHandle
-from flyte_ddp.launch.supervise.report import make_failure_report
-from flyte_ddp.launch.supervise.stopping import StopRequest
-from flyte_ddp.machine.resources import Request, World
-from flyte_ddp.runs.checkpoint import Checkpoint
-from flyte_ddp.runs.work import Work
-from flyte_ddp.settings import Settings
+from flyte_ddp.core.errors import OutOfMemoryError, StoppedError, UserError
+from flyte_ddp.core.launch.remote import connection, proxy, rendezvous
+from flyte_ddp.core.launch.remote.connection import JoinTicket, WorkerConnection
+from flyte_ddp.core.launch.remote.rendezvous import RemoteHandle
+from flyte_ddp.core.launch.supervise import supervisor
+from flyte_ddp.core.launch.supervise.failures import find_root_cause
+from flyte_ddp.core.launch.supervise.link import RankInfo
+from flyte_ddp.core.launch.supervise.rank_handle import ProcessHandle
+from flyte_ddp.core.launch.supervise.report import make_failure_report
+from flyte_ddp.core.launch.supervise.stopping import StopRequest
+from flyte_ddp.core.machine.resources import Request, World
+from flyte_ddp.core.runs.checkpoint import Checkpoint
+from flyte_ddp.core.runs.work import Work
+from flyte_ddp.core.settings import Settings
 
 LIMIT = 30.0  # seconds; nothing here takes them
 

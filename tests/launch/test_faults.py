@@ -8,8 +8,8 @@ import pytest
 from faulty_runs import HP, nothing_is_left, saved
 from trials import Trial
 
-from flyte_ddp.errors import RankError, StoppedError
-from flyte_ddp.launch.supervise import supervisor
+from flyte_ddp.core.errors import RankError, StoppedError
+from flyte_ddp.core.launch.supervise import supervisor
 
 
 @pytest.mark.cold

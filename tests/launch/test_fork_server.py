@@ -15,22 +15,22 @@ from kept_checkpoints import IDENTITY
 from trials import Trial
 
 from benchmarks.running import descendants, process_name
-from flyte_ddp.errors import RankError, RankLostError, StoppedError
-from flyte_ddp.launch import spawn
-from flyte_ddp.launch.supervise import supervisor
-from flyte_ddp.launch.supervise.fork_server import SERVER, ForkedHandle
-from flyte_ddp.launch.supervise.rank_handle import RankHandle
-from flyte_ddp.launch.supervise.stopping import StopRequest
-from flyte_ddp.machine.resources import Request
-from flyte_ddp.runs.work import Work
-from flyte_ddp.settings import Settings
+from flyte_ddp.core.errors import RankError, RankLostError, StoppedError
+from flyte_ddp.core.launch import spawn
+from flyte_ddp.core.launch.supervise import supervisor
+from flyte_ddp.core.launch.supervise.fork_server import SERVER, ForkedHandle
+from flyte_ddp.core.launch.supervise.rank_handle import RankHandle
+from flyte_ddp.core.launch.supervise.stopping import StopRequest
+from flyte_ddp.core.machine.resources import Request
+from flyte_ddp.core.runs.work import Work
+from flyte_ddp.core.settings import Settings
 
 pytestmark = pytest.mark.cold
 
 CALM = """
 import random
 import numpy.random  # before the fork, as numpy 1 does when torch imports it
-from flyte_ddp.launch.supervise import rank_process
+from flyte_ddp.core.launch.supervise import rank_process
 fork, run_and_report = os.fork, rank_process.run_and_report
 def note(*what):
     with open(os.environ["NOTED"], "a") as file:

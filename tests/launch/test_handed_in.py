@@ -9,14 +9,14 @@ import pytest
 from test_rendezvous import worker
 from trials import Trial
 
-from flyte_ddp import results
-from flyte_ddp.errors import StoppedError
-from flyte_ddp.launch.remote import file_sync, proxy
-from flyte_ddp.launch.remote.file_sync import FileSender, write_piece
-from flyte_ddp.launch.remote.rendezvous import RemoteHandle
-from flyte_ddp.launch.supervise.link import PipeEnd
-from flyte_ddp.launch.supervise.rank_handle import RankHandle
-from flyte_ddp.text.json_lines import read_records
+from flyte_ddp.core import results
+from flyte_ddp.core.errors import StoppedError
+from flyte_ddp.core.launch.remote import file_sync, proxy
+from flyte_ddp.core.launch.remote.file_sync import FileSender, write_piece
+from flyte_ddp.core.launch.remote.rendezvous import RemoteHandle
+from flyte_ddp.core.launch.supervise.link import PipeEnd
+from flyte_ddp.core.launch.supervise.rank_handle import RankHandle
+from flyte_ddp.core.text.json_lines import read_records
 
 
 def test_results_and_events_of_ranks_elsewhere(tmp_path, monkeypatch, capfd) -> None:

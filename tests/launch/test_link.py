@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from flyte_ddp.errors import CollectiveError, CollectiveTimeoutError, PeerGoneError, UserError
-from flyte_ddp.launch.remote import elastic_link
-from flyte_ddp.launch.supervise.failures import find_first_failure
-from flyte_ddp.launch.supervise.link import Link
-from flyte_ddp.launch.supervise.rank_handle import RankHandle
-from flyte_ddp.launch.supervise.report import Cause, FailureReport, find_cause, make_failure_report
-from flyte_ddp.launch.supervise.stopping import StopRequest
-from flyte_ddp.launch.supervise.supervisor import await_checkpoint
-from flyte_ddp.parallel import distributed
-from flyte_ddp.parallel.distributed import translate_collective_errors
+from flyte_ddp.core.errors import CollectiveError, CollectiveTimeoutError, PeerGoneError, UserError
+from flyte_ddp.core.launch.remote import elastic_link
+from flyte_ddp.core.launch.supervise.failures import find_first_failure
+from flyte_ddp.core.launch.supervise.link import Link
+from flyte_ddp.core.launch.supervise.rank_handle import RankHandle
+from flyte_ddp.core.launch.supervise.report import Cause, FailureReport, find_cause, make_failure_report
+from flyte_ddp.core.launch.supervise.stopping import StopRequest
+from flyte_ddp.core.launch.supervise.supervisor import await_checkpoint
+from flyte_ddp.core.parallel import distributed
+from flyte_ddp.core.parallel.distributed import translate_collective_errors
 
 OPEN: list[Connection] = []  # a rank ends with its launcher's end of the pipe, and this process must not
 

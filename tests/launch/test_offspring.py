@@ -15,8 +15,8 @@ from trials import Trial
 
 from benchmarks.running import descendants
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import RankError
-from flyte_ddp.launch import single
+from flyte_ddp.core.errors import RankError
+from flyte_ddp.core.launch import single
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,7 @@ ALONE = """
 import importlib, os, signal, sys
 from pathlib import Path
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.machine import process
+from flyte_ddp.core.machine import process
 from training_runs import train_in
 
 def mine():
@@ -54,7 +54,7 @@ def survivors(trial: Trial) -> list[str]:
 
 def alone(launcher: str, trial: Trial, hp: Hyperparameters) -> subprocess.Popen[str]:
     """The same in a process where nobody else has children; it says what it has changed of itself."""
-    arguments = [f"flyte_ddp.launch.{launcher}", hp.to_json(), str(trial.digits), str(trial.folder)]
+    arguments = [f"flyte_ddp.core.launch.{launcher}", hp.to_json(), str(trial.digits), str(trial.folder)]
     command = [sys.executable, "-c", ALONE, *arguments]
     return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": "."}, stdout=subprocess.PIPE, text=True)
 

@@ -7,7 +7,8 @@ import pytest
 from open_ports import list_new_ports, list_open_ports
 
 from flyte_ddp import run_ranks
-from flyte_ddp.launch import dask, elastic, spawn
+from flyte_ddp.core.launch import spawn
+from flyte_ddp.engines import dask, elastic
 
 pytestmark = pytest.mark.slow
 

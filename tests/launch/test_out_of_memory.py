@@ -32,8 +32,8 @@ from pathlib import Path
 
 Path(sys.argv[1]).write_text("0")
 from flyte_ddp import Hyperparameters, run_training
-from flyte_ddp.errors import RankError
-from flyte_ddp.settings import Settings
+from flyte_ddp.core.errors import RankError
+from flyte_ddp.core.settings import Settings
 
 hp = Hyperparameters(model="hoarding:model", epochs=1, num_ranks=2)
 try:

@@ -18,22 +18,22 @@ import pytest
 from kept_checkpoints import IDENTITY
 from traps import MakesFolder
 
-from flyte_ddp.errors import OutOfMemoryError, RankError, RankLostError, StoppedError, UserError
-from flyte_ddp.launch import elastic
-from flyte_ddp.launch.remote import connection
-from flyte_ddp.launch.remote.connection import JoinTicket, WorkerConnection, connect_to_launcher, receive_work
-from flyte_ddp.launch.remote.rendezvous import RemoteHandle, Rendezvous, open_rendezvous
-from flyte_ddp.launch.supervise import rank_handle
-from flyte_ddp.launch.supervise.failures import find_first_failure
-from flyte_ddp.launch.supervise.link import RankInfo
-from flyte_ddp.launch.supervise.rank_handle import RankHandle
-from flyte_ddp.launch.supervise.report import make_failure_report
-from flyte_ddp.launch.supervise.stopping import StopRequest
-from flyte_ddp.launch.supervise.supervisor import wait_and_handle_messages
-from flyte_ddp.machine.resources import Request
-from flyte_ddp.runs.checkpoint import Checkpoint
-from flyte_ddp.runs.work import Work
-from flyte_ddp.settings import Settings
+from flyte_ddp.core.errors import OutOfMemoryError, RankError, RankLostError, StoppedError, UserError
+from flyte_ddp.core.launch.remote import connection
+from flyte_ddp.core.launch.remote.connection import JoinTicket, WorkerConnection, connect_to_launcher, receive_work
+from flyte_ddp.core.launch.remote.rendezvous import RemoteHandle, Rendezvous, open_rendezvous
+from flyte_ddp.core.launch.supervise import rank_handle
+from flyte_ddp.core.launch.supervise.failures import find_first_failure
+from flyte_ddp.core.launch.supervise.link import RankInfo
+from flyte_ddp.core.launch.supervise.rank_handle import RankHandle
+from flyte_ddp.core.launch.supervise.report import make_failure_report
+from flyte_ddp.core.launch.supervise.stopping import StopRequest
+from flyte_ddp.core.launch.supervise.supervisor import wait_and_handle_messages
+from flyte_ddp.core.machine.resources import Request
+from flyte_ddp.core.runs.checkpoint import Checkpoint
+from flyte_ddp.core.runs.work import Work
+from flyte_ddp.core.settings import Settings
+from flyte_ddp.engines import elastic
 
 
 @dataclass

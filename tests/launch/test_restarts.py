@@ -21,24 +21,24 @@ from trials import Trial, starts
 
 from benchmarks.running import descendants, process_name
 from flyte_ddp import run_ranks
-from flyte_ddp.errors import OutOfMemoryError, RankError, RankLostError, StoppedError, UserError
-from flyte_ddp.files import list_files
-from flyte_ddp.launch import elastic
-from flyte_ddp.launch.remote.rendezvous import rewind_work
-from flyte_ddp.launch.supervise.fork_server import SERVER
-from flyte_ddp.launch.supervise.restarts import Restarts, run_with_restarts
-from flyte_ddp.launch.supervise.stopping import StopRequest
-from flyte_ddp.machine import process
-from flyte_ddp.machine.resources import Request
+from flyte_ddp.core.errors import OutOfMemoryError, RankError, RankLostError, StoppedError, UserError
+from flyte_ddp.core.files import list_files
+from flyte_ddp.core.launch.remote.rendezvous import rewind_work
+from flyte_ddp.core.launch.supervise.fork_server import SERVER
+from flyte_ddp.core.launch.supervise.restarts import Restarts, run_with_restarts
+from flyte_ddp.core.launch.supervise.stopping import StopRequest
+from flyte_ddp.core.machine import process
+from flyte_ddp.core.machine.resources import Request
+from flyte_ddp.core.runs import checkpoint
+from flyte_ddp.core.runs.checkpoint import Checkpoint
+from flyte_ddp.core.runs.metrics import EvaluationRecord, TrainRecord, parse_metrics
+from flyte_ddp.core.runs.run_folder import METRICS
+from flyte_ddp.core.runs.work import Work
+from flyte_ddp.core.settings import Settings
+from flyte_ddp.core.text.json_lines import format_record, parse_records
+from flyte_ddp.core.training.recording import complete_metrics
+from flyte_ddp.engines import elastic
 from flyte_ddp.run import Result
-from flyte_ddp.runs import checkpoint
-from flyte_ddp.runs.checkpoint import Checkpoint
-from flyte_ddp.runs.metrics import EvaluationRecord, TrainRecord, parse_metrics
-from flyte_ddp.runs.run_folder import METRICS
-from flyte_ddp.runs.work import Work
-from flyte_ddp.settings import Settings
-from flyte_ddp.text.json_lines import format_record, parse_records
-from flyte_ddp.training.recording import complete_metrics
 
 
 def nothing_was_done_twice(found: Result, expected: Result, *steps: int) -> None:

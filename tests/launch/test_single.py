@@ -18,12 +18,12 @@ from kept_checkpoints import IDENTITY
 from training_runs import train_in
 from trials import Trial
 
-from flyte_ddp.errors import RankError, StoppedError
-from flyte_ddp.launch import single, spawn
-from flyte_ddp.machine.resources import Request
-from flyte_ddp.runs.run_folder import OUTPUTS
-from flyte_ddp.runs.work import Work
-from flyte_ddp.settings import Settings
+from flyte_ddp.core.errors import RankError, StoppedError
+from flyte_ddp.core.launch import single, spawn
+from flyte_ddp.core.machine.resources import Request
+from flyte_ddp.core.runs.run_folder import OUTPUTS
+from flyte_ddp.core.runs.work import Work
+from flyte_ddp.core.settings import Settings
 
 HP = replace(TWO_RANKS, num_ranks=1)
 

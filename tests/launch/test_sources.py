@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flyte_ddp.launch.remote.sources import LIBRARY, pack_sources, unpack_sources
-from flyte_ddp.user_code.digest import list_package_files
+from flyte_ddp.core.launch.remote.sources import LIBRARY, pack_sources, unpack_sources
+from flyte_ddp.core.user_code.digest import list_package_files
 
 
 def test_only_what_the_cache_key_covers_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

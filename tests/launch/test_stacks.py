@@ -4,7 +4,7 @@ import subprocess
 import sys
 from multiprocessing import Pipe
 
-from flyte_ddp.machine.process import read_stack
+from flyte_ddp.core.machine.process import read_stack
 
 # Writes a stack as faulthandler does on a machine that is busy between two lines.
 SLOW = """

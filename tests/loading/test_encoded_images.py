@@ -15,16 +15,16 @@ from served_shards import serve
 from surroundings import s3_environment
 from tars import shard_bytes
 
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.loading.user_functions import Augmentation
+from flyte_ddp.core.loading.worker_sources import WorkerImages
+from flyte_ddp.core.loading.workers import LoaderPool, LoaderThreads, make_pool
+from flyte_ddp.core.order.sampling import ListedOrder
+from flyte_ddp.core.order.shard_order import ShardOrder, ShardSplits
 from flyte_ddp.datasets.encoded.image_folder import list_images
 from flyte_ddp.datasets.encoded.opening import start_pool
 from flyte_ddp.datasets.encoded.samples import BadSamples, Encoded, EncodedSamples, FileReader, ImageReader, ShardImages
 from flyte_ddp.datasets.prepared import SampleOrder
-from flyte_ddp.errors import UserError
-from flyte_ddp.loading.user_functions import Augmentation
-from flyte_ddp.loading.worker_sources import WorkerImages
-from flyte_ddp.loading.workers import LoaderPool, LoaderThreads, make_pool
-from flyte_ddp.order.sampling import ListedOrder
-from flyte_ddp.order.shard_order import ShardOrder, ShardSplits
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardReader
 from flyte_ddp.shards.index import ShardIndex

@@ -13,12 +13,12 @@ from tars import write_shards
 from training_runs import losses, notes
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.runs.run_folder import OUTPUTS
 from flyte_ddp.datasets import fetch
 from flyte_ddp.datasets.encoded.image_folder import list_images
 from flyte_ddp.datasets.packing import pack_image_folder
-from flyte_ddp.errors import UserError
 from flyte_ddp.run import run_training
-from flyte_ddp.runs.run_folder import OUTPUTS
 
 
 def no_launch(*_: object, **__: object) -> None:

@@ -9,9 +9,9 @@ from encoded_runs import BASE, labelled, of, quiet, train
 from predictions import predict_rows
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.errors import UserError
 from flyte_ddp.datasets import fetch
 from flyte_ddp.datasets.packing import pack_image_folder
-from flyte_ddp.errors import UserError
 from flyte_ddp.run import Result
 from flyte_ddp.shards.dataset import ShardDataset
 

@@ -15,11 +15,11 @@ from torchvision.transforms import v2
 from training_runs import cut_off, losses, weights
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.models.inputs import InputSpec
+from flyte_ddp.core.order.shard_order import ShardOrder, ShardSplits
 from flyte_ddp.datasets import fingerprint
 from flyte_ddp.datasets.packing import pack_image_folder, pack_source
 from flyte_ddp.models import zoo
-from flyte_ddp.models.inputs import InputSpec
-from flyte_ddp.order.shard_order import ShardOrder, ShardSplits
 from flyte_ddp.shards.dataset import ShardDataset
 from flyte_ddp.shards.scanning import join_indexes
 

@@ -14,17 +14,17 @@ import torch
 from cli import HELPERS
 
 from flyte_ddp import arrays
+from flyte_ddp.core.errors import MachineError, UserCodeError, UserError
+from flyte_ddp.core.loading import workers as loading_workers
+from flyte_ddp.core.loading.arrays import choose_store, open_array_batches
+from flyte_ddp.core.loading.split import TargetSpec
+from flyte_ddp.core.loading.user_functions import Augmentation, UserFunction
+from flyte_ddp.core.loading.workers import LoaderPool
+from flyte_ddp.core.machine import waiting
+from flyte_ddp.core.order.sampling import ListedOrder, take_slice
+from flyte_ddp.core.samples.leaves import name_leaves
 from flyte_ddp.datasets.items import ItemBatches, ItemLoader, Items, describe_items
 from flyte_ddp.datasets.on_demand_set import OnDemandSet
-from flyte_ddp.errors import MachineError, UserCodeError, UserError
-from flyte_ddp.loading import workers as loading_workers
-from flyte_ddp.loading.arrays import choose_store, open_array_batches
-from flyte_ddp.loading.split import TargetSpec
-from flyte_ddp.loading.user_functions import Augmentation, UserFunction
-from flyte_ddp.loading.workers import LoaderPool
-from flyte_ddp.machine import waiting
-from flyte_ddp.order.sampling import ListedOrder, take_slice
-from flyte_ddp.samples.leaves import name_leaves
 
 CPU = torch.device("cpu")
 ORDER = ListedOrder(np.arange(40))

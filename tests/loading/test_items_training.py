@@ -13,10 +13,10 @@ from predictions import predict_rows
 from training_runs import cut_off, losses, train_in, weights
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.progress import Progress
 from flyte_ddp.datasets import fetch, fingerprint
 from flyte_ddp.datasets.custom import CustomSet
-from flyte_ddp.errors import UserError
-from flyte_ddp.progress import Progress
 from flyte_ddp.run import Result
 
 pytestmark = pytest.mark.usefixtures("user_models")

@@ -18,14 +18,14 @@ from image_folders import stored, write_files
 from PIL import Image
 from processes import children_of, wait_until
 
+from flyte_ddp.core.errors import MachineError, StoppedError, UserError
+from flyte_ddp.core.loading.worker_sources import WorkerImages
+from flyte_ddp.core.loading.workers import LoaderPool, LoaderThreads
+from flyte_ddp.core.machine.process import list_children, list_living_trees
+from flyte_ddp.core.order.sampling import ListedOrder
+from flyte_ddp.core.training import train as training
 from flyte_ddp.datasets.encoded.image_folder import list_images
 from flyte_ddp.datasets.encoded.samples import BadSamples, Encoded, EncodedSamples, FileReader
-from flyte_ddp.errors import MachineError, StoppedError, UserError
-from flyte_ddp.loading.worker_sources import WorkerImages
-from flyte_ddp.loading.workers import LoaderPool, LoaderThreads
-from flyte_ddp.machine.process import list_children, list_living_trees
-from flyte_ddp.order.sampling import ListedOrder
-from flyte_ddp.training import train as training
 
 SAMPLES = np.arange(24)
 Open = Callable[..., WorkerImages]

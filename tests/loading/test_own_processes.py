@@ -12,9 +12,9 @@ from cli import HELPERS
 from training_runs import train_in
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.machine import process
 from flyte_ddp.datasets import fetch
-from flyte_ddp.errors import UserError
-from flyte_ddp.machine import process
 
 REPEATED = [
     pytest.param(use, num_ranks, marks=pytest.mark.exhaustive)

@@ -19,16 +19,16 @@ from tars import npy_bytes, shard_bytes
 from training_runs import Train, notes, train_in
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.errors import RankError, UserError
+from flyte_ddp.core.loading.split import Splits
+from flyte_ddp.core.training.objective_setup import build_objective
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.datasets.prepared import open_splits
-from flyte_ddp.errors import RankError, UserError
-from flyte_ddp.loading.split import Splits
 from flyte_ddp.plans.opened_data import OpenedData
 from flyte_ddp.plans.resolve import detect_hardware, resolve
 from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.release.evaluation import evaluate_split
 from flyte_ddp.shards.scanning import create_index
-from flyte_ddp.training.objective_setup import build_objective
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("user_models")]
 

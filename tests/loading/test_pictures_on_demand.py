@@ -23,9 +23,9 @@ from training_runs import losses, train_in, weights
 
 from flyte_ddp import arrays
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.errors import RankError, UserError
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.datasets.prepared import open_splits
-from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.plans.resolve import detect_hardware
 from flyte_ddp.shards.scanning import create_index
 from flyte_ddp.validation.profiling import compute_profile

@@ -12,16 +12,16 @@ import pytest
 import torch
 from cli import HELPERS, ROOT
 
+from flyte_ddp.core.errors import UserCodeError, UserError
+from flyte_ddp.core.loading.arrays import open_array_batches
+from flyte_ddp.core.loading.split import TargetSpec
+from flyte_ddp.core.loading.user_functions import Augmentation, UserFunction, find_seeded_transforms
+from flyte_ddp.core.loading.worker_sources import WorkerImages
+from flyte_ddp.core.loading.workers import LoaderPool, pickle_with_mapped_files
+from flyte_ddp.core.models.inputs import InputSpec
+from flyte_ddp.core.order.sampling import take_slice
 from flyte_ddp.datasets import SampleArrays
 from flyte_ddp.datasets.items import ItemImages, Items
-from flyte_ddp.errors import UserCodeError, UserError
-from flyte_ddp.loading.arrays import open_array_batches
-from flyte_ddp.loading.split import TargetSpec
-from flyte_ddp.loading.user_functions import Augmentation, UserFunction, find_seeded_transforms
-from flyte_ddp.loading.worker_sources import WorkerImages
-from flyte_ddp.loading.workers import LoaderPool, pickle_with_mapped_files
-from flyte_ddp.models.inputs import InputSpec
-from flyte_ddp.order.sampling import take_slice
 
 CPU = torch.device("cpu")
 DRAWING = ("draws_of_all", "torchvision_pipeline", "albumentations_pipeline", "Stateful", "Shared")

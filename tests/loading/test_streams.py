@@ -18,6 +18,9 @@ from image_folders import image_bytes
 from processes import processes_with, wait_until
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.errors import MachineError, RankLostError, UserError
+from flyte_ddp.core.machine import waiting
+from flyte_ddp.core.text.json_lines import read_records
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.datasets.encoded.samples import BadSamples, EncodedSamples, ShardImages
 from flyte_ddp.datasets.encoded.streams import (
@@ -29,15 +32,12 @@ from flyte_ddp.datasets.encoded.streams import (
 )
 from flyte_ddp.datasets.packing import pack_source
 from flyte_ddp.datasets.prepared import open_splits
-from flyte_ddp.errors import MachineError, RankLostError, UserError
-from flyte_ddp.machine import waiting
 from flyte_ddp.plans.resolve import detect_hardware
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardReader
 from flyte_ddp.shards.index import read_index
 from flyte_ddp.shards.packing import pack_samples
-from flyte_ddp.text.json_lines import read_records
 
 PER_SHARD = 75
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from flyte_ddp import arrays, on_demand
+from flyte_ddp.core.errors import MachineError
+from flyte_ddp.core.loading.user_functions import Augmentation, UserFunction
+from flyte_ddp.core.machine import waiting
+from flyte_ddp.core.machine.waiting import limit_wait
 from flyte_ddp.datasets.items import ItemLoader, Items
-from flyte_ddp.errors import MachineError
-from flyte_ddp.loading.user_functions import Augmentation, UserFunction
-from flyte_ddp.machine import waiting
-from flyte_ddp.machine.waiting import limit_wait
 
 LIMIT = 1.0  # seconds
 

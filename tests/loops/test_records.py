@@ -6,7 +6,7 @@ import own_functions
 import pytest
 from engines import Run
 
-from flyte_ddp.text.json_lines import read_records
+from flyte_ddp.core.text.json_lines import read_records
 
 
 def test_numbers_of_all_kinds(run: Run, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:

@@ -21,16 +21,16 @@ from processes import wait_until
 from training_runs import QUIET
 
 from flyte_ddp import RankError, StoppedError, UserError, load_optimizer_state
-from flyte_ddp.launch.supervise.link import RankInfo
-from flyte_ddp.launch.supervise.rank import Rank
-from flyte_ddp.loops import checkpoints
-from flyte_ddp.loops.checkpoints import Checkpoints
-from flyte_ddp.loops.in_rank import provide_current_rank
-from flyte_ddp.machine.resources import Request, World
-from flyte_ddp.runs import checkpoint
-from flyte_ddp.runs.checkpoint import Identity
-from flyte_ddp.runs.work import Work
-from flyte_ddp.text.json_lines import read_records
+from flyte_ddp.core.launch.supervise.link import RankInfo
+from flyte_ddp.core.launch.supervise.rank import Rank
+from flyte_ddp.core.loops import checkpoints
+from flyte_ddp.core.loops.checkpoints import Checkpoints
+from flyte_ddp.core.loops.in_rank import provide_current_rank
+from flyte_ddp.core.machine.resources import Request, World
+from flyte_ddp.core.runs import checkpoint
+from flyte_ddp.core.runs.checkpoint import Identity
+from flyte_ddp.core.runs.work import Work
+from flyte_ddp.core.text.json_lines import read_records
 
 pytestmark = pytest.mark.slow
 TOTAL = {step: step * (step + 1) / 2 for step in range(30)}

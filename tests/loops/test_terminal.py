@@ -10,7 +10,7 @@ import pytest
 from cli import HELPERS
 from processes import wait_until
 
-from flyte_ddp.machine.streams import open_missing_streams
+from flyte_ddp.core.machine.streams import open_missing_streams
 
 PROGRAM = [sys.executable, str(HELPERS / "terminal_loop.py")]
 

@@ -22,10 +22,11 @@ from training_runs import QUIET
 from traps import MakesFolder
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import UserError
-from flyte_ddp.models import artifacts, saving, zoo
-from flyte_ddp.models.inputs import InputSpec
-from flyte_ddp.models.sidecar import Digests, Sidecar
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.models import saving
+from flyte_ddp.core.models.inputs import InputSpec
+from flyte_ddp.core.models.sidecar import Digests, Sidecar
+from flyte_ddp.models import artifacts, zoo
 from flyte_ddp.models.stored_code import prefer_stored_code
 from flyte_ddp.objectives import objective_of_sidecar
 from flyte_ddp.objectives.language import Language

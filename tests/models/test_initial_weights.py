@@ -15,16 +15,16 @@ from torch import nn
 from torchvision.models import resnet18
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import UserError
-from flyte_ddp.models import saving
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.models import saving
+from flyte_ddp.core.models.sidecar import read_sidecar
+from flyte_ddp.core.progress import Progress
+from flyte_ddp.core.settings import Settings
+from flyte_ddp.core.text.json_lines import read_records
 from flyte_ddp.models.initial_weights import FILE_ADVICE, fetch_weights, identify_weights, load_initial_weights
-from flyte_ddp.models.sidecar import read_sidecar
 from flyte_ddp.plans import identity
-from flyte_ddp.progress import Progress
 from flyte_ddp.run import run_training
-from flyte_ddp.settings import Settings
 from flyte_ddp.storage import transfer
-from flyte_ddp.text.json_lines import read_records
 
 
 class Named(nn.Module):

@@ -24,14 +24,14 @@ from torchvision.models.googlenet import GoogLeNet
 from flyte_ddp import catalog
 from flyte_ddp.catalog import TORCHVISION_ADDRESS, PretrainedWeights, find_weights
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.models.inputs import InputSpec, prepare_inputs
+from flyte_ddp.core.progress import Progress
 from flyte_ddp.datasets import fetch
 from flyte_ddp.datasets.encoded.cropping import crop_to_square
-from flyte_ddp.errors import UserError
 from flyte_ddp.models import zoo
 from flyte_ddp.models.initial_weights import fetch_weights, load_initial_weights, torch_hub_folder
-from flyte_ddp.models.inputs import InputSpec, prepare_inputs
 from flyte_ddp.plans.identity import check_known_image_size, model_identity
-from flyte_ddp.progress import Progress
 from flyte_ddp.run import Result
 
 DEFAULT = "torchvision:DEFAULT"

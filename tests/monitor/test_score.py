@@ -9,11 +9,11 @@ from scipy.stats import fisher_exact, permutation_test
 from sklearn.metrics import average_precision_score
 from torch import Tensor
 
+from flyte_ddp.core.training.evaluate import compute_columns
 from flyte_ddp.monitor import score
 from flyte_ddp.monitor.score import ALPHA, DRAWS, HeldOut, find_p_value, measure_score, measure_truth, p_value_of_draws
 from flyte_ddp.monitor.window import Score
 from flyte_ddp.objectives import Facts, Objective, make_objective
-from flyte_ddp.training.evaluate import compute_columns
 
 POSITIVE, SEPARATION = 0.034, 1.05  # of a logit in deviations: the average precision is 0.136
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
 from flyte_ddp.monitor.truth import TruthFile, index_by_form, is_unknown, name_class
 from flyte_ddp.release.slices import read_id_table
 

@@ -20,10 +20,11 @@ from scipy.stats import fisher_exact
 from training_runs import QUIET, train_in
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.models.saving import save_model
+from flyte_ddp.core.models.sidecar import read_sidecar
+from flyte_ddp.core.training.evaluate import compute_columns
 from flyte_ddp.datasets import fetch, open_arrays
-from flyte_ddp.errors import UserError
-from flyte_ddp.models.saving import save_model
-from flyte_ddp.models.sidecar import read_sidecar
 from flyte_ddp.monitor.page import write_page, write_table
 from flyte_ddp.monitor.records import read_windows, record_window
 from flyte_ddp.monitor.score import measure_truth
@@ -34,7 +35,6 @@ from flyte_ddp.objectives import Facts, make_objective
 from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.release.promotion import find_champion, promote_version, store_version
 from flyte_ddp.release.registry import Registry
-from flyte_ddp.training.evaluate import compute_columns
 from tasks.monitor import raise_alarm
 
 pytestmark = pytest.mark.slow

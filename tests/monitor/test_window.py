@@ -13,7 +13,7 @@ from typing import Any
 import promoter
 import pytest
 
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
 from flyte_ddp.monitor.records import Records, read_windows, record_window
 from flyte_ddp.monitor.window import ColumnChange, Window, is_alarm
 from flyte_ddp.release.registry import Entry, Registry

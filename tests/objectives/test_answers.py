@@ -20,10 +20,10 @@ from sklearn import metrics
 from training_runs import QUIET, train_in
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.models.sidecar import read_sidecar
 from flyte_ddp.datasets import SampleArrays, open_arrays
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.models.artifacts import load_model
-from flyte_ddp.models.sidecar import read_sidecar
 from flyte_ddp.objectives import objective_of_sidecar
 from flyte_ddp.report.page import color_table
 from flyte_ddp.run import Result

@@ -12,9 +12,9 @@ from ranks import run_ranks
 from training_runs import train_on
 
 from flyte_ddp import across_ranks
-from flyte_ddp.errors import UserError
-from flyte_ddp.parallel.distributed import rank
-from flyte_ddp.parallel.exchange import RankExchange
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.parallel.distributed import rank
+from flyte_ddp.core.parallel.exchange import RankExchange
 
 OWN = "test_comparing_objectives:"
 PAIRS = replace(BASE, dataset="pair_tasks:pairs", model="pair_tasks:Towers", objective="pair_tasks:Contrastive")

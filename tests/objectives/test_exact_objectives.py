@@ -19,19 +19,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.loading import workers
+from flyte_ddp.core.models.inputs import InputSpec
+from flyte_ddp.core.order.augmentation import choose_partners, draw_shares
+from flyte_ddp.core.order.sampling import Indices
+from flyte_ddp.core.parallel.distributed import rank
+from flyte_ddp.core.training import parts as loaded_parts
+from flyte_ddp.core.training.evaluate import gather_columns, measure_split
+from flyte_ddp.core.training.train import compute_gradients
 from flyte_ddp.datasets import open_arrays, open_prepared
 from flyte_ddp.datasets.on_demand_set import OnDemandSet
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
-from flyte_ddp.loading import workers
 from flyte_ddp.models import zoo
-from flyte_ddp.models.inputs import InputSpec
-from flyte_ddp.order.augmentation import choose_partners, draw_shares
-from flyte_ddp.order.sampling import Indices
-from flyte_ddp.parallel.distributed import rank
 from flyte_ddp.plans.resolve import detect_hardware
-from flyte_ddp.training import parts as loaded_parts
-from flyte_ddp.training.evaluate import gather_columns, measure_split
-from flyte_ddp.training.train import compute_gradients
 
 pytestmark = pytest.mark.slow
 

@@ -19,13 +19,13 @@ from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor
 from torch.nn import functional
 
-from flyte_ddp.errors import UserError
-from flyte_ddp.loading.split import Split
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.loading.split import Split
+from flyte_ddp.core.objectives.objective import class_weights_of
+from flyte_ddp.core.order.sampling import ListedOrder
+from flyte_ddp.core.parallel.distributed import rank, world_size
+from flyte_ddp.core.training.evaluate import compute_columns, gather_columns, mean_loss, measure_split
 from flyte_ddp.objectives import Facts, Objective, Regression, make_objective
-from flyte_ddp.objectives.objective import class_weights_of
-from flyte_ddp.order.sampling import ListedOrder
-from flyte_ddp.parallel.distributed import rank, world_size
-from flyte_ddp.training.evaluate import compute_columns, gather_columns, mean_loss, measure_split
 
 CLASSES = ("a", "b", "c", "d")
 MOST, BATCH = 43, 5

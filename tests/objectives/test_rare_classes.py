@@ -17,11 +17,11 @@ from training_runs import notes, records_of, train_in, weights
 
 from flyte_ddp import catalog
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.text.sections import Curve, encode_sections
 from flyte_ddp.datasets import fetch
-from flyte_ddp.errors import UserError
 from flyte_ddp.objectives import Facts, Objective, make_objective
 from flyte_ddp.run import Result
-from flyte_ddp.text.sections import Curve, encode_sections
 
 HP = Hyperparameters(
     dataset="rare_tasks:table", model="rare_tasks:linear", optimizer="adamw", learning_rate=0.02, batch_size=256,

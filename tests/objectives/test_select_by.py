@@ -11,10 +11,10 @@ import torch
 from training_runs import records_of, resumed_steps, train_on, weights
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import RankError
+from flyte_ddp.core.errors import RankError
+from flyte_ddp.core.training.evaluate import Evaluation, Selection
+from flyte_ddp.core.training.training_state import TrainingState
 from flyte_ddp.run import Result
-from flyte_ddp.training.evaluate import Evaluation, Selection
-from flyte_ddp.training.training_state import TrainingState
 
 EPOCHS, STEPS = 10, 4  # of an epoch: 29 training samples in batches of 8
 HP = Hyperparameters(

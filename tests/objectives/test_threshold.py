@@ -12,11 +12,11 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import TunedThresholdClassifierCV
 
 from flyte_ddp import catalog
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.objectives.objective import Columns
+from flyte_ddp.core.text.sections import Curve, Section, Table
 from flyte_ddp.objectives import Classification, Facts, make_objective
-from flyte_ddp.objectives.objective import Columns
 from flyte_ddp.objectives.threshold import fit_threshold
-from flyte_ddp.text.sections import Curve, Section, Table
 
 NAMES = "no", "yes"
 Goal = Callable[[int, int, int], float]  # of hits, false alarms and misses: more is better

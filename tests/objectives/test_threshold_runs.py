@@ -19,17 +19,17 @@ from training_runs import QUIET, notes, records_of, resumed_steps, train_in, wei
 
 from flyte_ddp import load_model
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.errors import RankError, UserError
+from flyte_ddp.core.order.sampling import split_indices
+from flyte_ddp.core.text.formatting import format_measure
+from flyte_ddp.core.training.training_state import TrainingState
 from flyte_ddp.datasets import fetch
-from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.monitor.watch import predict_window
-from flyte_ddp.order.sampling import split_indices
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.promotion import find_champion, promote_version, store_version
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.run import Result
-from flyte_ddp.text.formatting import format_measure
-from flyte_ddp.training.training_state import TrainingState
 
 pytestmark = pytest.mark.slow
 HP = Hyperparameters(

@@ -13,8 +13,8 @@ from training_runs import refuse, train_on, weights
 
 from flyte_ddp import arrays
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.samples.leaves import Ragged
 from flyte_ddp.datasets.sample_arrays import SampleArrays
-from flyte_ddp.samples.leaves import Ragged
 
 OWN = "test_wrong_leaves:"
 HP = Hyperparameters(

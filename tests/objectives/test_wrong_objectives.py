@@ -16,12 +16,12 @@ from torch.nn import functional
 from training_runs import refuse, train_on
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.text.json_lines import read_records
 from flyte_ddp.datasets import SampleArrays, image_arrays
 from flyte_ddp.datasets.prepared import check_prepared_set
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
-from flyte_ddp.errors import UserError
 from flyte_ddp.objectives import HIGHER, Classification, Facts
-from flyte_ddp.text.json_lines import read_records
 
 OWN = "test_wrong_objectives:"
 HP = Hyperparameters(

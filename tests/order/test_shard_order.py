@@ -7,8 +7,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flyte_ddp.order import sampling
-from flyte_ddp.order.shard_order import ShardOrder, ShardSplits, count_rank_streams
+from flyte_ddp.core.order import sampling
+from flyte_ddp.core.order.shard_order import ShardOrder, ShardSplits, count_rank_streams
 
 LENGTHS = st.integers(1, 500)
 

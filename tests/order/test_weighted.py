@@ -12,12 +12,12 @@ from sklearn.utils.class_weight import compute_class_weight
 from training_runs import cut_off, losses, train_in
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.order.sampling import Indices, ListedOrder
+from flyte_ddp.core.order.weighted import draw_by_weights, inverse_class_counts, make_custom_order
 from flyte_ddp.datasets import image_arrays, open_arrays, open_prepared
 from flyte_ddp.datasets.prepared import check_prepared_set, count_training_classes, order_training
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
-from flyte_ddp.errors import UserError
-from flyte_ddp.order.sampling import Indices, ListedOrder
-from flyte_ddp.order.weighted import draw_by_weights, inverse_class_counts, make_custom_order
 
 pytestmark = pytest.mark.usefixtures("user_models")
 

@@ -11,13 +11,13 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flyte_ddp.parallel.batch_norm import (
+from flyte_ddp.core.parallel.batch_norm import (
     has_unsynchronised_batch_norm,
     is_synchronised,
     mean_running_statistics,
     synchronise_batch_norm,
 )
-from flyte_ddp.parallel.training_pass import TrainingPass
+from flyte_ddp.core.parallel.training_pass import TrainingPass
 
 SHARES = [(3, 2, 2), (2, 1, 0), (1, 1, 0), (0, 0, 5)]  # samples of each rank
 

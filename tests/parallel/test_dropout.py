@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torchvision.ops import StochasticDepth
 
-from flyte_ddp.errors import UserError
-from flyte_ddp.parallel import dropout
-from flyte_ddp.parallel.dropout import draw_mask, make_dropout_rank_independent
-from flyte_ddp.parallel.training_pass import GOLDEN, TrainingPass, mix_bits
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.parallel import dropout
+from flyte_ddp.core.parallel.dropout import draw_mask, make_dropout_rank_independent
+from flyte_ddp.core.parallel.training_pass import GOLDEN, TrainingPass, mix_bits
 
 CPU = torch.device("cpu")
 SAMPLES = np.arange(1000, dtype=np.int32)

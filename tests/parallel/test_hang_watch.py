@@ -15,13 +15,13 @@ from ranks import run_ranks
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flyte_ddp.core.launch.supervise.report import Cause, make_failure_report
+from flyte_ddp.core.machine.clock import Clock
+from flyte_ddp.core.parallel.distributed import broadcast_object, copy_from_rank_0, gather_objects, sum_over_ranks
+from flyte_ddp.core.parallel.hang_watch import HangWatch, watch_collectives
+from flyte_ddp.core.parallel.strategies import create_gradient_sync
+from flyte_ddp.core.parallel.training_pass import TrainingPass
 from flyte_ddp.datasets.encoded.streams import StreamImages
-from flyte_ddp.launch.supervise.report import Cause, make_failure_report
-from flyte_ddp.machine.clock import Clock
-from flyte_ddp.parallel.distributed import broadcast_object, copy_from_rank_0, gather_objects, sum_over_ranks
-from flyte_ddp.parallel.hang_watch import HangWatch, watch_collectives
-from flyte_ddp.parallel.strategies import create_gradient_sync
-from flyte_ddp.parallel.training_pass import TrainingPass
 
 META = torch.device("meta")
 KINDS = ((8, 8, 1), torch.uint8), ((), torch.int64)  # of images and labels

@@ -23,20 +23,20 @@ from torch.nn import functional
 from training_runs import Train
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.errors import RankError, UserError
+from flyte_ddp.core.models import state_dicts
+from flyte_ddp.core.order import sampling
+from flyte_ddp.core.parallel.distributed import rank, world_size
+from flyte_ddp.core.parallel.training_pass import PASSES_WATCHED, THEN_EVERY, TrainingPass
+from flyte_ddp.core.text.json_lines import read_records
+from flyte_ddp.core.training.evaluate import Evaluation
+from flyte_ddp.core.training.optimisation import MovingAverage
+from flyte_ddp.core.training.train import apply_gradients, compute_gradients, evaluate_splits
+from flyte_ddp.core.training.training_state import TrainingState
 from flyte_ddp.datasets import fetch, open_arrays
-from flyte_ddp.errors import RankError, UserError
-from flyte_ddp.models import state_dicts
 from flyte_ddp.models.artifacts import load_model
-from flyte_ddp.order import sampling
-from flyte_ddp.parallel.distributed import rank, world_size
-from flyte_ddp.parallel.training_pass import PASSES_WATCHED, THEN_EVERY, TrainingPass
 from flyte_ddp.plans.resolve import detect_hardware
 from flyte_ddp.run import Result
-from flyte_ddp.text.json_lines import read_records
-from flyte_ddp.training.evaluate import Evaluation
-from flyte_ddp.training.optimisation import MovingAverage
-from flyte_ddp.training.train import apply_gradients, compute_gradients, evaluate_splits
-from flyte_ddp.training.training_state import TrainingState
 
 pytestmark = pytest.mark.usefixtures("user_models")
 Resume = Callable[[Hyperparameters, Hyperparameters], tuple[Result, int, list[str]]]

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
 
-from flyte_ddp.machine.clock import Clock
-from flyte_ddp.parallel.buffers import Buffers
-from flyte_ddp.parallel.distributed import copy_from_rank_0, sum_over_ranks
-from flyte_ddp.parallel.node_memory import NodeMemory
-from flyte_ddp.parallel.strategies import BUCKET_BYTES, SharedMemorySync, create_gradient_sync
+from flyte_ddp.core.machine.clock import Clock
+from flyte_ddp.core.parallel.buffers import Buffers
+from flyte_ddp.core.parallel.distributed import copy_from_rank_0, sum_over_ranks
+from flyte_ddp.core.parallel.node_memory import NodeMemory
+from flyte_ddp.core.parallel.strategies import BUCKET_BYTES, SharedMemorySync, create_gradient_sync
 
 RANKS = 3
 
@@ -113,7 +113,7 @@ def send_changed_buffers_only() -> None:
         model.values.data[0] = value  # of which autograd's counter of versions knows nothing
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flyte_ddp.parallel.buffers.copy_from_rank_0", copy_and_count)
+        patch.setattr("flyte_ddp.core.parallel.buffers.copy_from_rank_0", copy_and_count)
         for writer, value, expected, broadcasts in (
             (0, 0.0, 0.0, 1),  # the first step
             (0, 0.0, 0.0, 1),

@@ -12,14 +12,14 @@ from kept_checkpoints import IDENTITY
 from PIL import Image
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.machine.resources import Request
+from flyte_ddp.core.runs.work import Work
+from flyte_ddp.core.settings import Settings
+from flyte_ddp.core.training.plan import TrainingJob
 from flyte_ddp.datasets import fetch
-from flyte_ddp.errors import UserError
-from flyte_ddp.machine.resources import Request
 from flyte_ddp.plans.data_on_host import find_data_on_host, read_prepared_digest
 from flyte_ddp.plans.resolve import resolve
-from flyte_ddp.runs.work import Work
-from flyte_ddp.settings import Settings
-from flyte_ddp.training.plan import TrainingJob
 
 MODULE = """
 from pathlib import Path

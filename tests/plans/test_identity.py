@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.settings import Settings
+from flyte_ddp.core.text.json_lines import read_records
+from flyte_ddp.core.user_code import digest
 from flyte_ddp.plans.identity import checkpoint_identity, run_name
 from flyte_ddp.run import run_training
-from flyte_ddp.settings import Settings
-from flyte_ddp.text.json_lines import read_records
-from flyte_ddp.user_code import digest
 
 HP = Hyperparameters()
 

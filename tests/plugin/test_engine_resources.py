@@ -7,7 +7,7 @@ import pytest
 from google.protobuf.json_format import MessageToDict
 from pod import Cluster
 
-from flyte_ddp.settings import REQUESTED_GPUS
+from flyte_ddp.core.settings import REQUESTED_GPUS
 from flytekitplugins.ddp.dask import RUNNER, SCHEDULER
 from flytekitplugins.ddp.ray import HEAD, SUBMITTER
 

@@ -12,7 +12,7 @@ import pytest
 from cli import Ended
 from engines import RAY_ENVIRONMENT
 
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
 from flyte_ddp.pods.profiles import ENGINES
 from flytekitplugins.ddp import DDP
 

@@ -16,7 +16,7 @@ from flytekit.core.type_engine import TypeEngine
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
 from flytekitplugins.ddp.outputs import convert_outputs, refuse_unwritable_types
 
 

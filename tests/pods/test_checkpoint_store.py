@@ -14,11 +14,11 @@ from kept_checkpoints import ARITHMETIC, IDENTITY, begun, names, write
 from s3_server import S3Server
 
 from flyte_ddp import storage
-from flyte_ddp.errors import UnreachableError, UserError
+from flyte_ddp.core.errors import UnreachableError, UserError
+from flyte_ddp.core.runs import checkpoint
+from flyte_ddp.core.runs.checkpoint import SLOTS, Checkpoint
 from flyte_ddp.pods import checkpoint_store
 from flyte_ddp.pods.checkpoint_store import DONE, SAVED, STARTED, CheckpointStore, parse_run_file
-from flyte_ddp.runs import checkpoint
-from flyte_ddp.runs.checkpoint import SLOTS, Checkpoint
 from flyte_ddp.storage import ForbiddenError, UnavailableError
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from kept_checkpoints import begun, write
 
-from flyte_ddp.errors import OutOfMemoryError, RankError, RankLostError, StoppedError, UnreachableError, UserError
+from flyte_ddp.core.errors import OutOfMemoryError, RankError, RankLostError, StoppedError, UnreachableError, UserError
+from flyte_ddp.core.runs.checkpoint import FOLDER, SLOTS
 from flyte_ddp.pods import retries
 from flyte_ddp.pods.checkpoint_store import CheckpointStore
-from flyte_ddp.runs.checkpoint import FOLDER, SLOTS
 
 
 def end_attempts(store: CheckpointStore, folder: Path, numbers: range, *errors: BaseException | None) -> None:

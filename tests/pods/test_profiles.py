@@ -6,7 +6,7 @@ import pytest
 import yaml
 from cli import ROOT
 
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
 from flyte_ddp.pods import profiles
 from flyte_ddp.pods.environment import wandb_secret_id
 from flyte_ddp.pods.profiles import PROFILES, Size, parse_quantity, size_of_part

@@ -21,12 +21,12 @@ from predictions import predict_rows
 from report_page import Page
 from sidecars import make_sidecar
 
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.models import saving
+from flyte_ddp.core.models.inputs import InputSpec
+from flyte_ddp.core.models.sidecar import MIDDLE
 from flyte_ddp.datasets.images import image_arrays
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
-from flyte_ddp.errors import UserError
-from flyte_ddp.models import saving
-from flyte_ddp.models.inputs import InputSpec
-from flyte_ddp.models.sidecar import MIDDLE
 from flyte_ddp.objectives import Classification, Facts
 from flyte_ddp.predict.predict import (
     find_answers,

@@ -10,9 +10,9 @@ import torch
 from scipy import ndimage, special, stats
 from sidecars import make_sidecar
 
-from flyte_ddp.errors import UserError
-from flyte_ddp.loading.collate import batch_samples
-from flyte_ddp.models.inputs import InputSpec, LeafSpec, LeavesSpec, prepare_inputs
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.loading.collate import batch_samples
+from flyte_ddp.core.models.inputs import InputSpec, LeafSpec, LeavesSpec, prepare_inputs
 from flyte_ddp.objectives import Facts, make_objective
 from flyte_ddp.predict.sample_columns import (
     Reference,

@@ -14,11 +14,11 @@ from predictions import predict_rows
 from sidecars import make_sidecar
 from torch import Tensor
 
-from flyte_ddp.errors import UserError
-from flyte_ddp.models import saving
-from flyte_ddp.models.inputs import InputSpec
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.models import saving
+from flyte_ddp.core.models.inputs import InputSpec
+from flyte_ddp.core.objectives.table_columns import name_columns
 from flyte_ddp.objectives import Classification, Facts, Multilabel, Objective, Segmentation
-from flyte_ddp.objectives.table_columns import name_columns
 from flyte_ddp.predict.predict import find_answers, find_undefined_rows, is_listed_by_rank
 
 SPEC = InputSpec(channels=1, height=4, width=4, mean=(0.3,), std=(0.4,))

@@ -10,7 +10,7 @@ import torch
 from sidecars import TINY, make_sidecar
 
 from benchmarks.simulated_models import Correct, answers
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
 from flyte_ddp.objectives import Classification, Facts
 from flyte_ddp.release import checks
 from flyte_ddp.release.evaluation import Evaluation

@@ -16,12 +16,12 @@ from predictions import predict_rows
 from training_runs import QUIET, train_in
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.errors import UnreachableError, UserError, install_hint
+from flyte_ddp.core.models.saving import save_model
+from flyte_ddp.core.models.sidecar import Sidecar
 from flyte_ddp.datasets import image_arrays, open_arrays
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.datasets.prepared_set import PreparedSet
-from flyte_ddp.errors import UnreachableError, UserError, install_hint
-from flyte_ddp.models.saving import save_model
-from flyte_ddp.models.sidecar import Sidecar
 from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.release import judge
 from flyte_ddp.release.evaluation import Evaluation, evaluate_split

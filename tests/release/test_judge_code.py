@@ -11,12 +11,12 @@ from training_runs import QUIET, train_in
 
 from flyte_ddp import load_champion
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.loading.user_functions import UserFunction
+from flyte_ddp.core.loading.user_functions import UserFunction
+from flyte_ddp.core.user_code.source import read_user_sources
+from flyte_ddp.core.user_code.stored import StoredSpec
 from flyte_ddp.models.artifacts import load_model
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.run import Result
-from flyte_ddp.user_code.source import read_user_sources
-from flyte_ddp.user_code.stored import StoredSpec
 
 MODEL = """
 import math

@@ -12,8 +12,8 @@ import pytest
 from sidecars import make_sidecar
 
 from flyte_ddp import storage
-from flyte_ddp.errors import UserError
-from flyte_ddp.files import SIDECAR, WEIGHTS, file_digest
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.files import SIDECAR, WEIGHTS, file_digest
 from flyte_ddp.release.promotion import (
     apply_verdict,
     download_champion,

@@ -8,7 +8,7 @@ import pytest
 from faulty_proxy import Proxy, faulty_proxy
 from s3_server import S3Server
 
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
 from flyte_ddp.release.registry import Registry, replay_promotions
 
 

@@ -10,7 +10,7 @@ import torch
 from sklearn import metrics
 from torch import Tensor
 
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
 from flyte_ddp.objectives import (
     BUILT_IN,
     HIGHER,

@@ -13,11 +13,11 @@ from PIL import Image
 from report_page import Page, matrix, records, write_run
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.text import formatting
+from flyte_ddp.core.text.sections import Confusions, Scatter, Section, Table, encode_sections
 from flyte_ddp.report import figures, report
 from flyte_ddp.report.figures import Series, draw_sections
-from flyte_ddp.text import formatting
-from flyte_ddp.text.sections import Confusions, Scatter, Section, Table, encode_sections
 
 
 @pytest.fixture(scope="module")

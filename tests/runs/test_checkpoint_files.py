@@ -11,10 +11,10 @@ import pytest
 import torch
 from kept_checkpoints import ARITHMETIC, IDENTITY
 
+from flyte_ddp.core.runs import checkpoint
+from flyte_ddp.core.runs.checkpoint import Checkpoint
+from flyte_ddp.core.runs.run_folder import rewind_to_newest_checkpoint
 from flyte_ddp.pods.checkpoint_store import CheckpointStore
-from flyte_ddp.runs import checkpoint
-from flyte_ddp.runs.checkpoint import Checkpoint
-from flyte_ddp.runs.run_folder import rewind_to_newest_checkpoint
 
 STATE = {"model": {"weight": torch.arange(6.0).view(2, 3), "half": torch.ones(3, dtype=torch.bfloat16)}, "step": 7}
 MEBIBYTE = 1 << 20
@@ -23,7 +23,7 @@ LOAD = """
 import sys
 from pathlib import Path
 import torch
-from flyte_ddp.runs import checkpoint
+from flyte_ddp.core.runs import checkpoint
 
 def private_bytes():
     [line] = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))

@@ -11,11 +11,11 @@ RUN = """
 import subprocess, sys
 from pathlib import Path
 import torch
-from flyte_ddp.models.saving import save_model
-from flyte_ddp.models.sidecar import Digests, LeavesInput, Sidecar
-from flyte_ddp.runs.checkpoint import FOLDER, Identity, verify_checkpoints, write_with_room
-from flyte_ddp.runs.checkpoint_writer import CheckpointWriter, Snapshot
-from flyte_ddp.runs.run_folder import METRICS
+from flyte_ddp.core.models.saving import save_model
+from flyte_ddp.core.models.sidecar import Digests, LeavesInput, Sidecar
+from flyte_ddp.core.runs.checkpoint import FOLDER, Identity, verify_checkpoints, write_with_room
+from flyte_ddp.core.runs.checkpoint_writer import CheckpointWriter, Snapshot
+from flyte_ddp.core.runs.run_folder import METRICS
 
 folder = Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2600k", "none", str(folder)], check=True)

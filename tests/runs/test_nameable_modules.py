@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.user_code.callables import load_callable
+from flyte_ddp.core.user_code.stored import StoredSpec
 from flyte_ddp.pods.run_inputs import check_and_identify_run
-from flyte_ddp.user_code.callables import load_callable
-from flyte_ddp.user_code.stored import StoredSpec
 
 FOREIGN = {
     "Python's own": "subprocess:getoutput",

@@ -12,12 +12,12 @@ from encoded_runs import labelled
 from training_runs import QUIET
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.launch.remote.sources import pack_sources
+from flyte_ddp.core.runs.work import Work
 from flyte_ddp.datasets import fetch, fingerprint
-from flyte_ddp.errors import UserError
-from flyte_ddp.launch.remote.sources import pack_sources
 from flyte_ddp.plans.identity import run_name
 from flyte_ddp.run import run_training
-from flyte_ddp.runs.work import Work
 
 OWN = [field.name for field in dataclasses.fields(Hyperparameters) if field.metadata["own"]]
 TEXT = """

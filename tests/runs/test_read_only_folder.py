@@ -10,8 +10,8 @@ import pytest
 from cli import HELPERS
 from mounts import ALONE, need_mounts
 
-from flyte_ddp.errors import UserError
-from flyte_ddp.files import explain_write_errors
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.files import explain_write_errors
 
 # In a namespace of its own: runs whose folder becomes read-only, each at another moment and in a fork with the imports;
 # writes how each ends.
@@ -21,10 +21,10 @@ from pathlib import Path
 import agents
 from flyte_ddp import current_rank, run_ranks
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.launch import single
+from flyte_ddp.core.launch import single
 from flyte_ddp.report import page
 from flyte_ddp.run import run_training
-from flyte_ddp.training.checkpointing import Checkpointer
+from flyte_ddp.core.training.checkpointing import Checkpointer
 from training_runs import QUIET
 
 data, tests, *moments = sys.argv[1:]

@@ -15,16 +15,16 @@ from faulty_runs import nothing_like_a_result, saved
 from interruptions import ended_before_each_change
 from training_runs import QUIET
 
-from flyte_ddp import results
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import StoppedError, UserError
+from flyte_ddp.core import results
+from flyte_ddp.core.errors import StoppedError, UserError
+from flyte_ddp.core.runs import checkpoint
+from flyte_ddp.core.runs.run_folder import METRICS, OUTPUTS, UNFINISHED, is_finished, publish_if_complete
+from flyte_ddp.core.training import train
 from flyte_ddp.models import artifacts
 from flyte_ddp.report import page
 from flyte_ddp.run import Result, run_training
-from flyte_ddp.runs import checkpoint
-from flyte_ddp.runs.run_folder import METRICS, OUTPUTS, UNFINISHED, is_finished, publish_if_complete
 from flyte_ddp.tracking import wandb_run
-from flyte_ddp.training import train
 
 HP = Hyperparameters(model="user_models:handing_in", epochs=2, max_steps=4, batch_size=400, num_ranks=1)
 FILES = (METRICS, *OUTPUTS)

@@ -11,16 +11,16 @@ import pytest
 from kept_checkpoints import IDENTITY, write, write_head
 from training_runs import QUIET
 
-from flyte_ddp import results
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import RankError, UserError
-from flyte_ddp.launch.remote.rendezvous import rewind_work
-from flyte_ddp.machine.resources import Request
+from flyte_ddp.core import results
+from flyte_ddp.core.errors import RankError, UserError
+from flyte_ddp.core.launch.remote.rendezvous import rewind_work
+from flyte_ddp.core.machine.resources import Request
+from flyte_ddp.core.runs import checkpoint
+from flyte_ddp.core.runs.checkpoint import FOLDER, SLOTS, Identity
+from flyte_ddp.core.runs.run_folder import METRICS, UNFINISHED, finish_error, rewind_to_newest_checkpoint
+from flyte_ddp.core.runs.work import Work
 from flyte_ddp.run import run_training
-from flyte_ddp.runs import checkpoint
-from flyte_ddp.runs.checkpoint import FOLDER, SLOTS, Identity
-from flyte_ddp.runs.run_folder import METRICS, UNFINISHED, finish_error, rewind_to_newest_checkpoint
-from flyte_ddp.runs.work import Work
 
 NOBODY = 65534
 

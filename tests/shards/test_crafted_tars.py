@@ -14,7 +14,7 @@ import pytest
 from tars import BLOCK, header_of, indexed, samples, tar_bytes
 
 from flyte_ddp import storage
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
 from flyte_ddp.shards.dataset import ShardDataset
 from flyte_ddp.shards.scanning import HashedStream, create_index, tables_path, verify_index
 from flyte_ddp.shards.tar import MOST_HEADER_BYTES, SampleTable, iterate_members, table_digest

@@ -13,7 +13,7 @@ import pytest
 from file_server import FileServer
 from served_shards import DEADLINE, SPAWN, blob, content_of, fetch_only, open_all, serve, sizes_in, stalled_download
 
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
 from flyte_ddp.shards import cache as cache_module
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.index import Shard

@@ -10,7 +10,7 @@ from file_server import FileServer
 from mounts import ALONE, need_mounts
 from served_shards import DEADLINE, SPAWN, blob, content_of, hold, serve, sizes_in, stalled_download
 
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
 from flyte_ddp.shards.cache import CacheFullError, ShardCache
 from flyte_ddp.shards.index import Shard
 
@@ -107,7 +107,7 @@ import os, pathlib, subprocess, sys
 sys.path[:0] = sys.argv[2:]
 from file_server import file_server
 from served_shards import blob, serve, sizes_in
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
 from flyte_ddp.shards.cache import ShardCache
 
 folder = pathlib.Path(sys.argv[1])

@@ -17,7 +17,7 @@ from served_shards import all_of, members_of, serve_samples
 from tars import indexed, npy_bytes, samples, write_shards
 from traps import MakesFolder
 
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
 from flyte_ddp.shards import dataset as dataset_module
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardDataset

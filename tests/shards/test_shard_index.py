@@ -14,7 +14,7 @@ from file_server import FileServer
 from served_shards import all_of
 from tars import indexed, samples, write_shards
 
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
 from flyte_ddp.shards.dataset import ShardDataset
 from flyte_ddp.shards.index import Part, Shard, ShardIndex, read_index
 

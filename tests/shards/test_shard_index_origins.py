@@ -10,8 +10,8 @@ from file_server import FileServer, file_server
 from tars import samples, shard_bytes
 
 from flyte_ddp import storage
-from flyte_ddp.errors import UserError
-from flyte_ddp.settings import ALLOWED
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.settings import ALLOWED
 from flyte_ddp.shards.dataset import ShardDataset
 from flyte_ddp.shards.index import read_index
 from flyte_ddp.storage.origins import find_redirect_problem, is_public_ip

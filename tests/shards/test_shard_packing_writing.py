@@ -6,8 +6,8 @@ import pytest
 from image_folders import all_files, image_bytes, write_files
 from served_shards import contents
 
+from flyte_ddp.core.errors import UserError
 from flyte_ddp.datasets.packing import pack_image_folder, pack_source
-from flyte_ddp.errors import UserError
 from flyte_ddp.shards.index import ShardIndex
 from flyte_ddp.shards.packing import pack_samples
 from flyte_ddp.shards.scanning import verify_index

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tars import BLOCK, header_of, tar_bytes
 
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
 from flyte_ddp.shards.dataset import ShardDataset
 from flyte_ddp.shards.index import Shard, ShardIndex
 from flyte_ddp.shards.scanning import HashedStream

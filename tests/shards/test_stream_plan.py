@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
 from flyte_ddp.shards.__main__ import shards as shards_command
 from flyte_ddp.shards.stream_plan import Loaders, StreamPlan
 

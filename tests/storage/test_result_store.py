@@ -8,11 +8,12 @@ import pytest
 from processes import wait_until
 from s3_server import s3_server
 
-from flyte_ddp import results, storage
+from flyte_ddp import storage
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import StoppedError, UserError
+from flyte_ddp.core import results
+from flyte_ddp.core.errors import StoppedError, UserError
+from flyte_ddp.core.settings import Settings
 from flyte_ddp.run import run_training
-from flyte_ddp.settings import Settings
 from flyte_ddp.storage import result_store, transfer
 from flyte_ddp.storage.result_store import mirror_results
 

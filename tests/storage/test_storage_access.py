@@ -8,7 +8,7 @@ from file_server import FileServer
 from surroundings import object_stores, s3_environment, set_variables
 
 from flyte_ddp import storage
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
 from flyte_ddp.storage import UnavailableError, clouds, join, local_path, parent, resolve, scheme
 from flyte_ddp.storage import objects as objects_module
 

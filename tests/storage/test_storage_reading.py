@@ -15,7 +15,7 @@ from file_server import FileServer, file_server
 from surroundings import object_stores
 
 from flyte_ddp import storage
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
 from flyte_ddp.storage import AlteredError, MissingError, UnavailableError, transfer
 
 CONTENT = np.random.default_rng(0).bytes(3_000_000)  # several chunks

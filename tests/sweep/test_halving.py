@@ -12,7 +12,7 @@ from report_page import records
 from training_runs import QUIET
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import (
+from flyte_ddp.core.errors import (
     BusyError,
     OutOfMemoryError,
     RankError,
@@ -21,8 +21,8 @@ from flyte_ddp.errors import (
     UnreachableError,
     UserError,
 )
+from flyte_ddp.core.runs.run_folder import hold_run_folder
 from flyte_ddp.run import run_part, run_training
-from flyte_ddp.runs.run_folder import hold_run_folder
 from flyte_ddp.sweep.halving import TrialResult, pick_winner, plan_rung, rank_trials, run_rung
 from flyte_ddp.sweep.space import Sweep
 

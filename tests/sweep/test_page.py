@@ -11,7 +11,7 @@ from scipy.stats import spearmanr
 from sidecars import make_sidecar
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.models.sidecar import Metrics
+from flyte_ddp.core.models.sidecar import Metrics
 from flyte_ddp.report.figures import ORANGE
 from flyte_ddp.sweep.__main__ import main
 from flyte_ddp.sweep.halving import TrialResult

@@ -10,12 +10,12 @@ import pytest
 from training_runs import QUIET, cut_off, records_of, train_in
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import RankError, UserError
+from flyte_ddp.core.errors import RankError, UserError
+from flyte_ddp.core.runs.checkpoint import verify_checkpoints
+from flyte_ddp.core.runs.run_folder import OUTPUTS, RUNG, UNFINISHED
+from flyte_ddp.core.text.json_lines import read_records
+from flyte_ddp.core.training import train as training
 from flyte_ddp.run import read_result, run_part
-from flyte_ddp.runs.checkpoint import verify_checkpoints
-from flyte_ddp.runs.run_folder import OUTPUTS, RUNG, UNFINISHED
-from flyte_ddp.text.json_lines import read_records
-from flyte_ddp.training import train as training
 
 # 1,350 samples: 14 steps an epoch. The model has BatchNorm and dropout.
 BASE = Hyperparameters(model="faults:model", epochs=2, batch_size=100, num_ranks=2, precision="fp32", log_interval=4)

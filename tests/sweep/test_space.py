@@ -12,7 +12,7 @@ import yaml
 from scipy.stats import kstest
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
 from flyte_ddp.sweep import space as space_module
 from flyte_ddp.sweep.space import Sweep, check_sweep, draw_trials, list_values, parse_dimension
 

@@ -17,12 +17,12 @@ from kept_checkpoints import names, write
 from processes import wait_until
 from s3_server import S3Server
 
-from flyte_ddp.errors import RankError, UnreachableError, UserError
+from flyte_ddp.core.errors import RankError, UnreachableError, UserError
+from flyte_ddp.core.runs import checkpoint
+from flyte_ddp.core.runs.checkpoint import FOLDER, SLOTS
+from flyte_ddp.core.runs.run_folder import UNFINISHED
 from flyte_ddp.pods import retries
 from flyte_ddp.pods.checkpoint_store import DONE, SAVED, STARTED, CheckpointStore
-from flyte_ddp.runs import checkpoint
-from flyte_ddp.runs.checkpoint import FOLDER, SLOTS
-from flyte_ddp.runs.run_folder import UNFINISHED
 from flyte_ddp.storage import ForbiddenError
 from tasks.flyte import PLATFORM, translate_errors_for_flyte
 

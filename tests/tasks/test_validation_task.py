@@ -9,7 +9,7 @@ import pytest
 from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.policy_check import check_policy
 from flyte_ddp.release.promotion import promote_version

@@ -11,12 +11,12 @@ import pytest
 import torch
 from wandb_runs import IMAGES, RECORDS
 
-from flyte_ddp.files import replace_file
+from flyte_ddp.core.files import replace_file
+from flyte_ddp.core.objectives.table_columns import merge_columns
+from flyte_ddp.core.text.json_lines import JsonLines, read_records
+from flyte_ddp.core.training.outputs import name_table_columns
 from flyte_ddp.objectives import Classification, Facts
-from flyte_ddp.objectives.table_columns import merge_columns
-from flyte_ddp.text.json_lines import JsonLines, read_records
 from flyte_ddp.tracking import wandb_feed
-from flyte_ddp.training.outputs import name_table_columns
 
 
 def test_records_come_back_as_written_and_every_line_is_strict_json(tmp_path: Path) -> None:

@@ -10,12 +10,12 @@ from processes import wait_until
 from training_runs import QUIET, losses, weights
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.launch import single
-from flyte_ddp.machine.process import kill_process_trees
+from flyte_ddp.core.launch import single
+from flyte_ddp.core.machine.process import kill_process_trees
+from flyte_ddp.core.runs.work import Work
+from flyte_ddp.core.settings import Settings
+from flyte_ddp.core.text.json_lines import read_records
 from flyte_ddp.run import Result, run_training
-from flyte_ddp.runs.work import Work
-from flyte_ddp.settings import Settings
-from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.tracking import wandb_run
 
 pytestmark = pytest.mark.slow

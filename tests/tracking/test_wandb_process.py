@@ -25,8 +25,8 @@ from PIL import Image
 from processes import processes_with, wait_until
 from wandb_runs import END, HYPERPARAMETERS, IMAGES, ROWS, logged_rows, read_wandb_log, start, write_run
 
-from flyte_ddp.settings import Settings
-from flyte_ddp.text.json_lines import read_records
+from flyte_ddp.core.settings import Settings
+from flyte_ddp.core.text.json_lines import read_records
 from flyte_ddp.tracking import wandb_run
 from flyte_ddp.tracking.__main__ import tracking
 from flyte_ddp.tracking.wandb_run import WandbProcess, log_to_wandb

@@ -9,9 +9,9 @@ import torch
 from states import make_state
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.training.checkpointing import is_finite
 from flyte_ddp.datasets.sample_arrays import open_arrays
 from flyte_ddp.plans.resolve import detect_hardware
-from flyte_ddp.training.checkpointing import is_finite
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64])

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flyte_ddp.hardware import Hardware
-from flyte_ddp.machine.clock import STEPS, Clock, make_clock
-from flyte_ddp.training.recording import Recorder, describe_waiting
+from flyte_ddp.core.hardware import Hardware
+from flyte_ddp.core.machine.clock import STEPS, Clock, make_clock
+from flyte_ddp.core.training.recording import Recorder, describe_waiting
 
 
 class Device:
@@ -47,7 +47,7 @@ class Event:
 
 def make_device(monkeypatch: pytest.MonkeyPatch) -> tuple[Device, Clock]:
     device = Device()
-    monkeypatch.setattr("flyte_ddp.machine.clock.time", SimpleNamespace(perf_counter=lambda: device.now))
+    monkeypatch.setattr("flyte_ddp.core.machine.clock.time", SimpleNamespace(perf_counter=lambda: device.now))
     return device, Clock(lambda: Event(device))
 
 

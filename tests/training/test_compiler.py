@@ -15,8 +15,8 @@ from torch import nn
 from training_runs import Train, losses
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.training.optimisation import create_optimizers
-from flyte_ddp.training.plan import OptimizerSettings
+from flyte_ddp.core.training.optimisation import create_optimizers
+from flyte_ddp.core.training.plan import OptimizerSettings
 
 HP = Hyperparameters(
     model="user_models:dropout", num_ranks=1, batch_size=100, max_steps=5, log_interval=1, precision="fp32"
@@ -52,7 +52,7 @@ import sys
 from pathlib import Path
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.run import run_training
-from flyte_ddp.settings import Settings
+from flyte_ddp.core.settings import Settings
 hp, data, folder = sys.argv[1:]
 run_training(Hyperparameters.from_json(hp), Path(data), Path(folder), Settings(progress="off", wandb_mode="disabled"))
 """

@@ -18,12 +18,12 @@ from processes import children_of
 from training_runs import train_in
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import MachineError, RankError
-from flyte_ddp.launch.supervise.failures import find_first_failure
-from flyte_ddp.launch.supervise.report import Cause, FailureReport
-from flyte_ddp.parallel.distributed import explain_failed_device, translate_collective_errors
+from flyte_ddp.core.errors import MachineError, RankError
+from flyte_ddp.core.launch.supervise.failures import find_first_failure
+from flyte_ddp.core.launch.supervise.report import Cause, FailureReport
+from flyte_ddp.core.parallel.distributed import explain_failed_device, translate_collective_errors
+from flyte_ddp.core.training.checkpointing import Checkpointer
 from flyte_ddp.run import Result
-from flyte_ddp.training.checkpointing import Checkpointer
 
 HOST = re.escape(socket.gethostname())
 EPOCH = 14  # steps, of which each is a pass of the model of a single rank

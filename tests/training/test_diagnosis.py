@@ -13,12 +13,12 @@ from torch import nn
 from training_runs import Train
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import UserError
-from flyte_ddp.runs import checkpoint
-from flyte_ddp.training import training_state
-from flyte_ddp.training.diagnosis import LossWatch
-from flyte_ddp.training.optimisation import create_optimizers
-from flyte_ddp.training.plan import OptimizerSettings
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.runs import checkpoint
+from flyte_ddp.core.training import training_state
+from flyte_ddp.core.training.diagnosis import LossWatch
+from flyte_ddp.core.training.optimisation import create_optimizers
+from flyte_ddp.core.training.plan import OptimizerSettings
 
 BAD_STEP = 17  # in the second epoch, of 14 steps
 pytestmark = pytest.mark.usefixtures("user_models")

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from training_runs import Train, records_of
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.parallel.distributed import broadcast_object, rank
+from flyte_ddp.core.training import evaluate as evaluation
 from flyte_ddp.objectives import Classification, Facts, Objective
-from flyte_ddp.parallel.distributed import broadcast_object, rank
-from flyte_ddp.training import evaluate as evaluation
 
 HP = Hyperparameters(backend="gloo", precision="fp32", validation_fraction=0.1)
 

@@ -19,13 +19,13 @@ from torch.nn import functional
 from training_runs import Train, losses, weights
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.models.inputs import InputSpec
+from flyte_ddp.core.order import sampling
+from flyte_ddp.core.parallel.distributed import rank, world_size
+from flyte_ddp.core.training.train import apply_gradients, compute_gradients
 from flyte_ddp.datasets import fetch, open_arrays
 from flyte_ddp.models import zoo
-from flyte_ddp.models.inputs import InputSpec
-from flyte_ddp.order import sampling
-from flyte_ddp.parallel.distributed import rank, world_size
 from flyte_ddp.plans.resolve import detect_hardware
-from flyte_ddp.training.train import apply_gradients, compute_gradients
 
 STEPS = 10
 STRATEGIES = ("shared_memory", "ddp", "hooks")

@@ -13,12 +13,12 @@ from faulty_runs import saved
 from training_runs import Train, cut_off, losses, records_of, resumed_steps, weights
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import RankError, UserError
-from flyte_ddp.launch import spawn
+from flyte_ddp.core.errors import RankError, UserError
+from flyte_ddp.core.launch import spawn
+from flyte_ddp.core.parallel import hang_watch
+from flyte_ddp.core.parallel.hang_watch import in_collective, watch_collectives
+from flyte_ddp.core.parallel.training_pass import TrainingPass
 from flyte_ddp.objectives import Facts, make_objective
-from flyte_ddp.parallel import hang_watch
-from flyte_ddp.parallel.hang_watch import in_collective, watch_collectives
-from flyte_ddp.parallel.training_pass import TrainingPass
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("user_models")]
 

@@ -13,13 +13,13 @@ from torch.utils._pytree import tree_flatten
 from training_runs import Train, cut_off, notes, records_of, resumed_steps, train_in, weights
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import RankError, UserError
+from flyte_ddp.core.errors import RankError, UserError
+from flyte_ddp.core.models.inputs import InputSpec
+from flyte_ddp.core.order import sampling
+from flyte_ddp.core.training import train as training
+from flyte_ddp.core.training.diagnosis import LossWatch
+from flyte_ddp.core.training.optimizer_state import load_optimizer_state
 from flyte_ddp.models import zoo
-from flyte_ddp.models.inputs import InputSpec
-from flyte_ddp.order import sampling
-from flyte_ddp.training import train as training
-from flyte_ddp.training.diagnosis import LossWatch
-from flyte_ddp.training.optimizer_state import load_optimizer_state
 
 pytestmark = pytest.mark.usefixtures("user_models")
 

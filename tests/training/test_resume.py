@@ -11,14 +11,14 @@ import torch
 from training_runs import QUIET, Train, notes, resumed_steps, train_in, weights
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import RankError, UserError
+from flyte_ddp.core.errors import RankError, UserError
+from flyte_ddp.core.runs import checkpoint
+from flyte_ddp.core.runs.checkpoint import Arithmetic, Checkpoint, Identity
+from flyte_ddp.core.runs.run_folder import OUTPUTS, UNFINISHED
+from flyte_ddp.core.text.json_lines import read_records
+from flyte_ddp.core.training.training_state import TrainingState
 from flyte_ddp.plans.identity import checkpoint_identity
 from flyte_ddp.run import Result, run_training
-from flyte_ddp.runs import checkpoint
-from flyte_ddp.runs.checkpoint import Arithmetic, Checkpoint, Identity
-from flyte_ddp.runs.run_folder import OUTPUTS, UNFINISHED
-from flyte_ddp.text.json_lines import read_records
-from flyte_ddp.training.training_state import TrainingState
 
 # 1,350 samples: 14 steps an epoch, the last one ragged. All that has a state of its own takes part.
 BASE = Hyperparameters(model="faults:model", epochs=2, batch_size=100, accumulation_steps=2, num_ranks=2)

@@ -13,16 +13,16 @@ from plain_loop import arrays_in_fp64
 from torch.nn import functional
 from training_runs import QUIET, Train, notes
 
-from flyte_ddp import hardware
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import UserError
-from flyte_ddp.machine import resources
-from flyte_ddp.machine.resources import World
+from flyte_ddp.core import hardware
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.machine import resources
+from flyte_ddp.core.machine.resources import World
+from flyte_ddp.core.runs.run_folder import OUTPUTS, UNFINISHED
+from flyte_ddp.core.text.json_lines import read_records
+from flyte_ddp.core.text.sections import Confusions, decode_sections
 from flyte_ddp.models import artifacts
 from flyte_ddp.run import run_training
-from flyte_ddp.runs.run_folder import OUTPUTS, UNFINISHED
-from flyte_ddp.text.json_lines import read_records
-from flyte_ddp.text.sections import Confusions, decode_sections
 
 BASE = Hyperparameters(epochs=2, batch_size=100, num_ranks=2, precision="fp32", channels_last="off", log_interval=1)
 EXPLODING = replace(BASE, learning_rate=1000.0, schedule="constant")

@@ -15,16 +15,16 @@ from training_runs import notes, refuse, train_in, train_on
 
 from flyte_ddp import arrays, on_demand
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.errors import RankError, UserError
+from flyte_ddp.core.progress import Progress
+from flyte_ddp.core.text.json_lines import read_records
+from flyte_ddp.core.training import trial
 from flyte_ddp.datasets.custom import CustomSet
 from flyte_ddp.datasets.on_demand_set import OnDemand
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.datasets.sample_arrays import SampleArrays
-from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.objectives import HIGHER, Classification, Facts, Objective
-from flyte_ddp.progress import Progress
 from flyte_ddp.run import Result
-from flyte_ddp.text.json_lines import read_records
-from flyte_ddp.training import trial
 
 OWN = "test_trial:"
 HP = Hyperparameters(

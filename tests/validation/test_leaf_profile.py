@@ -12,11 +12,11 @@ from encoded_runs import quiet
 from own_tables import write_plans
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.loading import workers
 from flyte_ddp.datasets import arrays, fetch
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.datasets.sample_arrays import SampleArrays
-from flyte_ddp.errors import UserError
-from flyte_ddp.loading import workers
 from flyte_ddp.validation.leaf_profile import count_ranges, describe_range
 from flyte_ddp.validation.profile import DataProfile, render_profile
 from flyte_ddp.validation.profiling import check_profile, compute_profile, find_differences

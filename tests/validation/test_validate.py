@@ -9,7 +9,7 @@ import pytest
 from scipy.stats import chi2, fisher_exact
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
 from flyte_ddp.validation.leaf_profile import count_ranges
 from flyte_ddp.validation.profile import LABELS, DataProfile, SplitProfile
 from flyte_ddp.validation.profiling import check_profile, find_differences

@@ -23,7 +23,7 @@ def package_a_fork(folder: Path) -> Ended:
     """Package a fork for a cluster without GPUs; its schedules and its library's version are its own."""
     project = folder / "project"
     packaged.copy_project(project)
-    (project / "flyte_ddp/user_code/version.py").write_text(f'VERSION = "{VERSION}"\n')
+    (project / "flyte_ddp/core/user_code/version.py").write_text(f'VERSION = "{VERSION}"\n')
     (project / "config/mine.json").write_text('{"epochs": 7}')
     (project / "config/schedules.yaml").write_text(
         """

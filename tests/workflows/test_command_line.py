@@ -15,7 +15,7 @@ from processes import wait_until
 from test_cli_errors import assert_refused
 
 from benchmarks.running import descendants
-from flyte_ddp.errors import UnreachableError, UserError
+from flyte_ddp.core.errors import UnreachableError, UserError
 from tasks.command_line import input_file_error, refuse_misread_input, show_errors_in_panels
 
 pytestmark = pytest.mark.slow

@@ -19,8 +19,8 @@ from s3_server import S3Server, s3_server
 from sidecars import make_sidecar
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.files import file_digest
-from flyte_ddp.models.sidecar import Digests
+from flyte_ddp.core.files import file_digest
+from flyte_ddp.core.models.sidecar import Digests
 from flyte_ddp.release.__main__ import release as commands
 
 pytestmark = pytest.mark.slow

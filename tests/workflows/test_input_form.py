@@ -3,8 +3,8 @@
 import pytest
 from flytekit.core.type_engine import DataclassTransformer
 
-from flyte_ddp.checks.fields import CheckedFields
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.checks.fields import CheckedFields
 from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.sweep.space import Sweep

@@ -18,10 +18,10 @@ from packaged import Package
 from pod_inputs import CHECK, FETCH, PREDICT, TRAIN
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.user_code.digest import library_digest, package_digest
 from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.pods.profiles import ENGINES
 from flyte_ddp.release.policy import Policy
-from flyte_ddp.user_code.digest import library_digest, package_digest
 
 DATA = (FETCH, *(f"tasks.shards.{name}" for name in ("pack_shards", "verify_packed")))
 LIGHT = (CHECK,)

@@ -16,8 +16,8 @@ from pod import Cluster, PodEnded, unpacked
 from pod_inputs import CHECK, FETCH, SMOKE, TRAIN, VERSION, Inputs, check_inputs, from_console
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.text.json_lines import read_records
-from flyte_ddp.user_code.digest import library_digest, package_digest
+from flyte_ddp.core.text.json_lines import read_records
+from flyte_ddp.core.user_code.digest import library_digest, package_digest
 
 pytestmark = pytest.mark.slow
 

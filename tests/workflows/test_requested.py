@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import UserError
-from flyte_ddp.machine import resources
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.machine import resources
 from flyte_ddp.pods.paths import registry_address
 from flyte_ddp.pods.profiles import PROFILES
 from flytekitplugins.ddp.flyte import translate_errors_for_flyte

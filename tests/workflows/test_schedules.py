@@ -9,7 +9,7 @@ import pytest
 from cli import ROOT
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
 from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.release.policy import Policy
 from workflows.schedules import Schedule, read_schedules, reason_left_out

@@ -7,7 +7,7 @@ from cli import Ended, pyflyte, train
 from encoded_runs import labelled
 from flytekit.types.directory import FlyteDirectory
 
-from flyte_ddp.errors import UserError
+from flyte_ddp.core.errors import UserError
 from tasks.shards import verify_packed
 
 

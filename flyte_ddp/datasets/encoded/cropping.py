@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from flyte_ddp.models.sidecar import EVALUATION_SHARE
-from flyte_ddp.order.augmentation import uniform_draws
-from flyte_ddp.order.sampling import Indices
-from flyte_ddp.samples.pictures import Pixels
+from flyte_ddp.core.models.sidecar import EVALUATION_SHARE
+from flyte_ddp.core.order.augmentation import uniform_draws
+from flyte_ddp.core.order.sampling import Indices
+from flyte_ddp.core.samples.pictures import Pixels
 
 RESIZED_CROP = "resized_crop"  # value of the hyperparameter ``augment``
 TRIES = 10  # proposals for a crop

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from flyte_ddp.samples.pictures import Pixels, opaque_picture, png_layout
+from flyte_ddp.core.samples.pictures import Pixels, opaque_picture, png_layout
 
 JPEG = b"\xff\xd8\xff"  # first bytes of a file
 APP1, SOS = 0xFFE1, 0xFFDA  # markers in a JPEG: EXIF data, and the start of a scan, which ends the header

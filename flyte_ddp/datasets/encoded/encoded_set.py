@@ -12,21 +12,21 @@ from numpy.typing import NDArray
 
 from flyte_ddp.catalog import IMAGENET
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.errors import UserError
 from flyte_ddp.datasets import prepared_folder
 from flyte_ddp.datasets.prepared_set import Opening, PreparedSet
 from flyte_ddp.datasets.rows import digest_texts
-from flyte_ddp.errors import UserError
 from flyte_ddp.storage.identity import digest_lines
 
 if TYPE_CHECKING:
     import torch
 
+    from flyte_ddp.core.loading.split import Split, Splits
+    from flyte_ddp.core.models.inputs import ModelInput
+    from flyte_ddp.core.order.shard_order import Orders
+    from flyte_ddp.core.samples.pictures import Pixels
+    from flyte_ddp.core.settings import Settings
     from flyte_ddp.datasets.encoded.samples import ImageReader
-    from flyte_ddp.loading.split import Split, Splits
-    from flyte_ddp.models.inputs import ModelInput
-    from flyte_ddp.order.shard_order import Orders
-    from flyte_ddp.samples.pictures import Pixels
-    from flyte_ddp.settings import Settings
 
 
 @dataclass(frozen=True, eq=False)

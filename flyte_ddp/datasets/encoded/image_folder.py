@@ -13,19 +13,19 @@ from numpy.typing import NDArray
 
 from flyte_ddp import storage
 from flyte_ddp.catalog import IMAGES
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.order.sampling import TEST, Indices, ListedOrder, split_indices
+from flyte_ddp.core.order.shard_order import TEST_FRACTION
+from flyte_ddp.core.samples.class_names import normalize_class_names
+from flyte_ddp.core.text.formatting import format_count
 from flyte_ddp.datasets.encoded.encoded_set import EncodedSet
 from flyte_ddp.datasets.prepared_folder import read_array
 from flyte_ddp.datasets.rows import digest_texts
-from flyte_ddp.errors import UserError
-from flyte_ddp.order.sampling import TEST, Indices, ListedOrder, split_indices
-from flyte_ddp.order.shard_order import TEST_FRACTION
-from flyte_ddp.samples.class_names import normalize_class_names
 from flyte_ddp.storage.identity import digest_lines
-from flyte_ddp.text.formatting import format_count
 
 if TYPE_CHECKING:
+    from flyte_ddp.core.settings import Settings
     from flyte_ddp.datasets.encoded.samples import ImageReader
-    from flyte_ddp.settings import Settings
 
 SUFFIXES = tuple(f".{kind}" for kind in IMAGES)
 COLUMNS = ("labels", "sizes", "tags")  # of an ImageList; each is written as one .npy file

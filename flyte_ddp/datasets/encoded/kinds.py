@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from flyte_ddp.core.progress import Progress
 from flyte_ddp.datasets.encoded.encoded_set import EncodedSet
 from flyte_ddp.datasets.encoded.image_folder import ImageFolderSet
 from flyte_ddp.datasets.encoded.shard_set import ShardSet, StreamSet
-from flyte_ddp.progress import Progress
 from flyte_ddp.storage.identity import digest_lines
 
 KINDS: dict[str, type[EncodedSet]] = {"shards": ShardSet, "stream": StreamSet, "image_folder": ImageFolderSet}

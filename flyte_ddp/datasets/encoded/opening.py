@@ -8,21 +8,21 @@ import torch
 
 from flyte_ddp.catalog import ENCODED_SIDE, choose_side, find_weights
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.loading.split import Split, Splits
+from flyte_ddp.core.loading.user_functions import Augmentation, UserFunction
+from flyte_ddp.core.loading.worker_sources import WorkerImages
+from flyte_ddp.core.loading.workers import POSSIBLE, ImagePool, LoaderThreads, make_pool
+from flyte_ddp.core.machine.resources import count_cores
+from flyte_ddp.core.models.inputs import InputSpec, ModelInput
+from flyte_ddp.core.models.sidecar import EVALUATION_SHARE
+from flyte_ddp.core.order.shard_order import Orders, count_rank_streams
+from flyte_ddp.core.parallel.distributed import world_size
+from flyte_ddp.core.samples.pictures import Pixels
+from flyte_ddp.core.settings import Settings
 from flyte_ddp.datasets.encoded.decoding import DecodingError, decode_image
 from flyte_ddp.datasets.encoded.encoded_set import EncodedSet
 from flyte_ddp.datasets.encoded.samples import BadSamples, Encoded, EncodedSamples, map_samples
 from flyte_ddp.datasets.prepared_set import Opening
-from flyte_ddp.loading.split import Split, Splits
-from flyte_ddp.loading.user_functions import Augmentation, UserFunction
-from flyte_ddp.loading.worker_sources import WorkerImages
-from flyte_ddp.loading.workers import POSSIBLE, ImagePool, LoaderThreads, make_pool
-from flyte_ddp.machine.resources import count_cores
-from flyte_ddp.models.inputs import InputSpec, ModelInput
-from flyte_ddp.models.sidecar import EVALUATION_SHARE
-from flyte_ddp.order.shard_order import Orders, count_rank_streams
-from flyte_ddp.parallel.distributed import world_size
-from flyte_ddp.samples.pictures import Pixels
-from flyte_ddp.settings import Settings
 
 
 def sample_options(data: EncodedSet, hp: Hyperparameters) -> dict[str, Any]:

@@ -11,13 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp import storage
-from flyte_ddp.datasets.encoded import cropping
-from flyte_ddp.datasets.encoded.decoding import DecodingError, decode_image
-from flyte_ddp.datasets.encoded.image_folder import ImageList
-from flyte_ddp.errors import UserCodeError, UserError
-from flyte_ddp.loading.samples import SampleLoader
-from flyte_ddp.loading.split import FileFetcher, TargetSpec
-from flyte_ddp.loading.user_functions import (
+from flyte_ddp.core.errors import UserCodeError, UserError
+from flyte_ddp.core.loading.samples import SampleLoader
+from flyte_ddp.core.loading.split import FileFetcher, TargetSpec
+from flyte_ddp.core.loading.user_functions import (
     NO_AUGMENTATION,
     Augmentation,
     Sample,
@@ -25,13 +22,16 @@ from flyte_ddp.loading.user_functions import (
     derive_target_spec,
     require_target,
 )
-from flyte_ddp.loading.workers import limit_threads
-from flyte_ddp.lookahead import map_in_threads
-from flyte_ddp.models.sidecar import EVALUATION_SHARE
-from flyte_ddp.order.random_state import keep_random_state
-from flyte_ddp.order.sampling import Indices
-from flyte_ddp.order.shard_order import SampleOrder
-from flyte_ddp.samples.pictures import Pixels
+from flyte_ddp.core.loading.workers import limit_threads
+from flyte_ddp.core.lookahead import map_in_threads
+from flyte_ddp.core.models.sidecar import EVALUATION_SHARE
+from flyte_ddp.core.order.random_state import keep_random_state
+from flyte_ddp.core.order.sampling import Indices
+from flyte_ddp.core.order.shard_order import SampleOrder
+from flyte_ddp.core.samples.pictures import Pixels
+from flyte_ddp.datasets.encoded import cropping
+from flyte_ddp.datasets.encoded.decoding import DecodingError, decode_image
+from flyte_ddp.datasets.encoded.image_folder import ImageList
 from flyte_ddp.shards.dataset import ShardReader
 from flyte_ddp.shards.decoding import TRAINED_ON, find_image_and_label, parse_class_number
 

@@ -14,20 +14,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.order.sampling import Indices
+from flyte_ddp.core.order.shard_order import TEST_FRACTION, Orders, ShardOrder, ShardSplits, WholeShardSplits
 from flyte_ddp.datasets import prepared_folder
 from flyte_ddp.datasets.encoded.encoded_set import EncodedSet
-from flyte_ddp.errors import UserError
-from flyte_ddp.order.sampling import Indices
-from flyte_ddp.order.shard_order import TEST_FRACTION, Orders, ShardOrder, ShardSplits, WholeShardSplits
 from flyte_ddp.shards.index import Part, Shard, ShardIndex, pause_garbage_collector, read_index
 from flyte_ddp.shards.scanning import refuse_unfit_samples
 
 if TYPE_CHECKING:
     import torch
 
+    from flyte_ddp.core.loading.split import Splits
+    from flyte_ddp.core.settings import Settings
     from flyte_ddp.datasets.encoded.samples import ImageReader
-    from flyte_ddp.loading.split import Splits
-    from flyte_ddp.settings import Settings
 
 
 class ShardSet(EncodedSet):
@@ -119,8 +119,8 @@ class StreamSet(ShardSet):
         Raises:
             UserError: There are fewer training shards than loaders of all ranks.
         """
+        from flyte_ddp.core.parallel.distributed import world_size
         from flyte_ddp.datasets.encoded.streams import open_training_stream
-        from flyte_ddp.parallel.distributed import world_size
 
         training = orders["training"]
         assert isinstance(training, ShardOrder)

@@ -21,22 +21,22 @@ import torch
 from torch.utils.data import get_worker_info
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.loading.split import Batch, BatchSource, CheckTargets, Split
+from flyte_ddp.core.loading.user_functions import Augmentation
+from flyte_ddp.core.lookahead import start_ahead
+from flyte_ddp.core.machine import process
+from flyte_ddp.core.machine.device_copy import copy_to_device
+from flyte_ddp.core.machine.waiting import limit_wait
+from flyte_ddp.core.order.sampling import ORDER, Indices, Order, make_generator
+from flyte_ddp.core.order.shard_order import ShardOrder
+from flyte_ddp.core.parallel.distributed import rank, world_size
+from flyte_ddp.core.samples.pictures import Pixels
+from flyte_ddp.core.settings import Settings
 from flyte_ddp.datasets.encoded import cropping
 from flyte_ddp.datasets.encoded.opening import sample_options
 from flyte_ddp.datasets.encoded.samples import BadSamples, Encoded, EncodedSamples, ShardImages
 from flyte_ddp.datasets.encoded.shard_set import ShardSet
-from flyte_ddp.errors import UserError
-from flyte_ddp.loading.split import Batch, BatchSource, CheckTargets, Split
-from flyte_ddp.loading.user_functions import Augmentation
-from flyte_ddp.lookahead import start_ahead
-from flyte_ddp.machine import process
-from flyte_ddp.machine.device_copy import copy_to_device
-from flyte_ddp.machine.waiting import limit_wait
-from flyte_ddp.order.sampling import ORDER, Indices, Order, make_generator
-from flyte_ddp.order.shard_order import ShardOrder
-from flyte_ddp.parallel.distributed import rank, world_size
-from flyte_ddp.samples.pictures import Pixels
-from flyte_ddp.settings import Settings
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardReader
 

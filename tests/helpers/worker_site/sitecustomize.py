@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-if "flyte_ddp.launch.remote.agent" in sys.orig_argv:
+if "flyte_ddp.core.launch.remote.agent" in sys.orig_argv:
     variables = json.loads(Path(os.environ["RANKS_ENVIRONMENT"]).read_text())
     if any(os.environ.get(name) != value for name, value in variables.items()):
         os.environ.update(variables)

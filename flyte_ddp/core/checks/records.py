@@ -1,0 +1,132 @@
+"""Dataclasses that are read from JSON values and written as JSON values. A field's type is the form of its value."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
+
+from flyte_ddp.core.checks.fields import short_repr
+from flyte_ddp.core.checks.forms import COUNT, describe_form, fits
+from flyte_ddp.core.checks.parsing import JsonObject
+from flyte_ddp.core.errors import UserError
+
+Count = Annotated[int, COUNT]  # a whole number from 0
+LISTS = (list, tuple, Sequence)  # types of fields that hold a list of JSON
+EMPTY: tuple[Any, ...] = (None, "", [], {})  # values that are not written if they are their field's default
+
+
+class MisfitError(ValueError):
+    """A part of a JSON value does not have its field's type. The text has place, value and rule."""
+
+
+class JsonRecord:
+    """Base class of dataclasses that stand for JSON objects.
+
+    A field's type is bool, int, float, str, None, Any, a JsonRecord, a list, tuple, Sequence or Mapping of such types,
+    or a union of them. ``Annotated`` adds the range of a whole number, or a set of texts. A field with a default may be
+    missing in the object. A Mapping with the metadata ``prefix`` holds the object's entries whose keys begin with the
+    prefix. Other entries of the object are ignored. If a subclass has a ``kind``, the written object has this entry.
+    """
+
+    kind: ClassVar[str] = ""
+
+    @classmethod
+    def from_json_value(cls, value: Any, where: str) -> Self:
+        """Return the record of a JSON object.
+
+        Raises:
+            UserError: A field is missing, or a value has another type. The text begins with ``where``, and has the
+                place of the first misfit.
+        """
+        try:
+            record: Self = convert(value, cls, "")
+        except MisfitError as error:
+            raise UserError(f"{where}: {error}") from None
+        return record
+
+    def to_json_value(self) -> JsonObject:
+        """Return the record as a JSON object. Skips None and empty values that are the defaults of their fields."""
+        values: JsonObject = {"kind": self.kind} if self.kind else {}
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = write_value(getattr(self, field.name))
+            if "prefix" in field.metadata:
+                values |= {field.metadata["prefix"] + key: item for key, item in value.items()}
+            elif not (value in EMPTY and value == write_value(find_default(field))):
+                values[field.name] = value
+        return values
+
+
+def write_value(value: Any) -> Any:
+    if isinstance(value, JsonRecord):
+        return value.to_json_value()
+    if isinstance(value, Mapping):
+        return {key: write_value(item) for key, item in value.items()}
+    return [*map(write_value, value)] if isinstance(value, (list, tuple)) else value
+
+
+def find_default(field: "dataclasses.Field[Any]") -> Any:
+    """Return the default of a field, or MISSING if the field has no default."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+find_types = functools.cache(functools.partial(get_type_hints, include_extras=True))
+
+
+def convert(value: Any, kind: Any, place: str) -> Any:
+    """Return a JSON value in the type ``kind`` of a field.
+
+    Raises:
+        MisfitError: The value, at the position ``place`` in the whole, has another type.
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return convert_to_option(value, inner, place)
+    is_record = isinstance(kind, type) and issubclass(kind, JsonRecord)
+    form = {} if is_record or origin in (dict, Mapping) else [] if origin in LISTS else kind
+    form = inner[1] if origin is Annotated else None if kind is NoneType else form
+    if kind is not Any and not fits(value, form):
+        raise MisfitError(f"{place or 'all'}={short_repr(value)}: must be {describe_form(form)}")
+    if is_record:
+        return convert_object(value, kind, f"{place}." if place else "")
+    if origin in LISTS:
+        items = [convert(each, inner[0], f"{place}[{at}]") for at, each in enumerate(value)]
+        return tuple(items) if origin is tuple else items
+    return {key: convert(each, inner[1], f"{place}.{key}") for key, each in value.items()} if form == {} else value
+
+
+def convert_to_option(value: Any, options: Sequence[Any], place: str) -> Any:
+    """Return a JSON value in the first type of ``options`` that it has.
+
+    Raises:
+        MisfitError: No type fits. The text is about the last type, but not about None.
+    """
+    if value is None and NoneType in options:
+        return None
+    *others, last = (each for each in options if each is not NoneType)
+    for each in others:
+        with suppress(MisfitError):
+            return convert(value, each, place)
+    return convert(value, last, place)
+
+
+def convert_object(value: JsonObject, kind: Any, place: str) -> JsonRecord:
+    """Return the record of a JSON object. ``place`` is "", or the position of the object with a final dot.
+
+    Raises:
+        MisfitError: A field is missing, or a value has another type.
+    """
+    types, values = find_types(kind), JsonObject()
+    for field in dataclasses.fields(kind):
+        name, form, prefix = field.name, types[field.name], field.metadata.get("prefix")
+        if prefix is not None:
+            further = [key for key in value if key.startswith(prefix) and key not in (*types, "kind")]
+            inner = get_args(form)[1]
+            values[name] = {key.removeprefix(prefix): convert(value[key], inner, f"{place}{key}") for key in further}
+        elif name in value:
+            values[name] = convert(value[name], form, f"{place}{name}")
+        elif find_default(field) is dataclasses.MISSING:
+            raise MisfitError(f"{place}{name} is missing")
+    record: JsonRecord = kind(**values)
+    return record

@@ -1,0 +1,186 @@
+"""Atomic writes, file locks, and SHA-256 digests of files."""
+
+import errno
+import fcntl
+import hashlib
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, BinaryIO
+from weakref import WeakSet
+
+from flyte_ddp.core.errors import UserError
+
+WEIGHTS, SIDECAR = "model.pt", "model.json"  # of a trained model
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FAILING = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EREMOTEIO)  # errors of a disk or a file server
+held: WeakSet[BinaryIO] = WeakSet()  # files that this process locks
+
+
+@contextmanager
+def atomic_write(path: Path, *, durable: bool = True, create: bool = False) -> Iterator[BinaryIO]:
+    """Yield a temporary file that becomes ``path`` when the block succeeds.
+
+    If the block fails, removes the temporary file. Creates missing folders. Several threads and processes may write the
+    same path, and the last write wins.
+
+    Args:
+        path: The file to write.
+        durable: Whether to flush the content to disk (fsync) first. A power cut then leaves the old file or the new
+            file.
+        create: Whether to raise FileExistsError if ``path`` exists. If True, also flushes the folder.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            if durable:
+                sync(file)
+        if create:
+            os.link(temporary, path)  # fails if the path exists, so only one of several processes can succeed
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)  # else a power cut could undo the new name
+            finally:
+                os.close(folder)
+        else:
+            temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def replace_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
+    """Yield a file that replaces ``path`` when the block succeeds.
+
+    If the block fails, ``path`` is unchanged. Creates missing folders. ``durable`` flushes the content to disk (fsync)
+    first.
+
+    Raises:
+        UserError: The file cannot be written.
+    """
+    with explain_write_errors(path), atomic_write(path, durable=durable) as file:
+        yield file
+
+
+@contextmanager
+def explain_write_errors(path: Path, other: str = "choose another folder") -> Iterator[None]:
+    """Turn an OSError of the block into a UserError with the reason and two fixes.
+
+    Does the same with a RuntimeError that an OSError has caused, as in torch.save. The block must only write ``path``.
+    The first fix depends on the reason, and the second fix is ``other``.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        # When a write fails, torch.save may raise a RuntimeError about the file's position. Its context is the OSError.
+        reason = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(reason, OSError):
+            raise
+        raise UserError(f"cannot write {path}: {reason.strerror}; {suggest_fix(reason)}, or {other}") from reason
+
+
+def suggest_fix(error: OSError, folder: str = "its folder") -> str:
+    """Return the fix for an OSError while writing a file, as text.
+
+    ``folder`` is the name of the file's folder in the text.
+    """
+    if error.errno in DISK_FULL:
+        return "free some space"
+    return "repair its disk or file server" if error.errno in FAILING else f"make {folder} writable"
+
+
+class HashingFile:
+    """Writes to a file, and computes the SHA-256 of the written bytes.
+
+    The class has no ``fileno``, so torch.save writes through Python, where a full disk raises an ``OSError``.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.sha256 = file, hashlib.sha256()
+
+    def write(self, data: bytes) -> int:
+        self.sha256.update(data)
+        return self.file.write(data)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def sync(file: IO[Any]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file in hex, as ``sha256sum`` prints it."""
+    with path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def list_files(folder: Path) -> list[Path]:
+    """Return the files below a folder, also hidden files, sorted. If the folder does not exist, returns [].
+
+    Links to folders are not followed. Skips folders that vanish meanwhile or cannot be read.
+    """
+    return sorted(path for root, _, names in os.walk(folder) for name in names if (path := Path(root, name)).is_file())
+
+
+def file_version(path: Path) -> tuple[int, int, int] | None:
+    """Return a file's inode, modification time (ns) and size, or None if the file does not exist.
+
+    After a change of the file, at least one of the three differs. The exception is a change to the same size within one
+    tick of the file system's clock.
+    """
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+@contextmanager
+def hold_lock(folder: Path, name: str, *, wait: bool = True) -> Iterator[BinaryIO]:
+    """Hold an exclusive lock on the file ``name`` in ``folder`` during the block.
+
+    Yields the file, open for appending. Creates a missing folder or file, and keeps the file. When the process ends,
+    the kernel releases the lock, even if forked child processes still run.
+
+    Args:
+        folder: The folder of the file.
+        name: The name of the file.
+        wait: If True, waits without a limit while the lock is held, even by this thread. If False, raises
+            BlockingIOError.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / name).open("ab", buffering=0) as file:
+        held.add(file)
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        try:
+            yield file
+        finally:
+            if not file.closed:  # close_inherited_locks has closed it in a fork
+                unlock_file(file.fileno())
+
+
+def close_inherited_locks() -> None:
+    """Close in a forked child the files that the parent process locks.
+
+    A lock lasts while any process has the file open.
+    """
+    for file in list(held):
+        file.close()
+
+
+os.register_at_fork(after_in_child=close_inherited_locks)
+
+
+def unlock_file(file: int) -> None:
+    """Release the lock of an open file descriptor.
+
+    The lock is also released for child processes that were forked while the lock was held.
+    """
+    fcntl.flock(file, fcntl.LOCK_UN)

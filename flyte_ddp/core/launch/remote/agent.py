@@ -1,0 +1,92 @@
+"""A rank's agent on its host.
+
+Start the agent by ``python -m flyte_ddp.core.launch.remote.agent``, with a :class:`JoinTicket` on stdin. The agent is a
+separate process, because Dask's workers may not have children, and handle no signals where tasks run.
+"""
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+
+from flyte_ddp.core.errors import UnreachableError
+from flyte_ddp.core.launch.remote.sources import unpack_sources
+from flyte_ddp.core.launch.supervise.fork_server import open_starter
+from flyte_ddp.core.launch.supervise.rank_handle import RankHandle
+from flyte_ddp.core.launch.supervise.supervisor import end_ranks
+from flyte_ddp.core.machine.process import become_subreaper, kill_descendants
+
+
+class RankEndedError(RuntimeError):
+    """An agent's rank failed.
+
+    The launcher knows the cause. The engine may start the agent again.
+    """
+
+
+def run_agent(stdin: bytes, sources: bytes = b"", parent_folder: str = "") -> None:
+    """Start an agent process on this host, and wait for its end without a limit.
+
+    Args:
+        stdin: The bytes of ``JoinTicket.to_stdin()``.
+        sources: Sources from :func:`pack_sources`. If this host lacks these sources, the agent uses an unpacked copy.
+        parent_folder: The folder in which the sources are unpacked.
+
+    Raises:
+        RankEndedError: The agent failed.
+    """
+    with unpack_sources(sources, parent_folder) as (folder, path):
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [*path, *sys.path]))}
+        command = [sys.executable, "-m", "flyte_ddp.core.launch.remote.agent"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, cwd=folder) as process:
+            assert process.stdin is not None
+            process.stdin.write(stdin)
+            process.stdin.flush()  # stdin stays open, because its end shows the agent that this process has ended
+            if process.wait():
+                raise RankEndedError("the rank failed")
+
+
+def agent_start_error(who: str, error: BaseException) -> UnreachableError:
+    why = f"{type(error).__name__}: {error}".splitlines()[0]
+    return UnreachableError(f"{who} cannot start a rank ({why}); it needs flyte-ddp with the same sources as here")
+
+
+def main() -> None:
+    """Start a rank, and relay its messages until the run is over. Then exit.
+
+    The exit code is 0, or 1 if the launcher is lost before. Kills the processes that the rank has left. If stdin ends
+    meanwhile, kills the rank and exits with 1.
+    """
+    become_subreaper()  # orphans of the rank become children of this process, which can then kill them
+    info = pickle.load(sys.stdin.buffer)
+    group: list[RankHandle] = []
+
+    def start_rank() -> RankHandle:
+        end_ranks(group)
+        group.clear()
+        start_ranks(group, [info])
+        return group[0]
+
+    with open_starter() as start_ranks:
+        try:
+            first = start_rank()  # imports torch while this process gets the work
+            from flyte_ddp.core.launch.remote.proxy import proxy_rank
+
+            ticket = pickle.load(sys.stdin.buffer)
+            threading.Thread(target=exit_with_parent, name="parent", daemon=True).start()
+            code = 0 if proxy_rank(first, ticket, start_rank) else 1
+        finally:
+            kill_descendants()  # the rank, too, whose pipes stay open while a descendant of the rank lives
+    sys.exit(code)
+
+
+def exit_with_parent() -> None:
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    kill_descendants()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

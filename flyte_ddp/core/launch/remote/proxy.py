@@ -1,0 +1,145 @@
+"""The agent's relay between a rank and its launcher on another host."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from flyte_ddp.core.launch.remote import connection
+from flyte_ddp.core.launch.remote.file_sync import SEND_SECONDS, FileSender, Send
+from flyte_ddp.core.launch.supervise.rank_handle import RankHandle
+from flyte_ddp.core.launch.supervise.report import make_failure_report
+from flyte_ddp.core.launch.supervise.stopping import call_on_signals
+from flyte_ddp.core.machine.process import stop_signals
+
+
+class LauncherGoneError(ConnectionError):
+    """The connection to the launcher has ended before the run was over."""
+
+
+@contextmanager
+def detect_lost_launcher() -> Iterator[None]:
+    """Turn an OSError or EOFError of the block into LauncherGoneError.
+
+    Use the pipe alone in the block, because any other OSError belongs to this host.
+    """
+    try:
+        yield
+    except (EOFError, OSError) as error:
+        raise LauncherGoneError from error
+
+
+def proxy_rank(handle: RankHandle, ticket: connection.JoinTicket, start_rank: Callable[[], RankHandle]) -> bool:
+    """Connect to the launcher, and relay messages between the launcher and the rank until the run is over.
+
+    When the launcher requests a restart, ``start_rank`` starts the rank again. Meanwhile SIGTERM and Ctrl-C request a
+    stop from the launcher. ``handle`` is the rank, which already runs.
+
+    Returns:
+        True if the run is over, also if no process listens at the launcher's port any more. False if the launcher
+            cannot be reached, or is lost.
+    """
+    with connection.open_local_folder(ticket) as folder:
+        try:
+            pipe = connection.connect_to_launcher(ticket, folder)
+        except (EOFError, OSError, AuthenticationError) as error:  # another program may have the port by now
+            return isinstance(error, ConnectionRefusedError)  # no process listens any more, so the run is over
+        sending = threading.Lock()
+
+        def send(message: dict[str, Any]) -> None:
+            with sending, detect_lost_launcher():
+                pipe.send(message)
+
+        def request_stop() -> None:
+            with suppress(LauncherGoneError):
+                send({"kind": "stop"})
+
+        with closing(pipe), call_on_signals(stop_signals(), request_stop):
+            try:
+                while not relay_until_over(handle, folder, pipe, send):
+                    handle = start_rank()
+            except connection.RunOverError:
+                pass
+            except LauncherGoneError:
+                return False
+            return True
+
+
+def relay_until_over(handle: RankHandle, folder: Path, pipe: Connection, send: Send) -> bool:
+    """Receive the rank's work, and relay messages until the run is over or the rank must start again.
+
+    Returns True if the run is over, and False if the rank must start again. After an error of this host, kills the
+    rank, reports the error as the rank's error, and waits for the launcher.
+
+    Raises:
+        RunOverError: The run is over before the work comes.
+        LauncherGoneError: The launcher is lost.
+    """
+    try:
+        with detect_lost_launcher():
+            work, handle.network = connection.receive_work(pipe, folder)
+        folder_to_send = None if work.sees_run_folder else work.output_folder
+        handle.send_work(work)
+        over = relay_messages(handle, pipe, send, folder_to_send)
+    except (connection.RunOverError, LauncherGoneError):
+        raise
+    except Exception as error:  # of this host, such as a full disk, reported as the rank's error
+        handle.kill()
+        send({"kind": "error", "report": make_failure_report(error)})
+        send({"kind": "exit", "code": 1})
+        over = False
+    with detect_lost_launcher():
+        while not over:
+            kind = pipe.recv()["kind"]
+            if kind == "restart":
+                return False
+            over = kind == "over"
+    return True
+
+
+def relay_messages(handle: RankHandle, pipe: Connection, send: Send, folder: Path | None) -> bool:
+    """Relay messages until the rank exits, and return whether the launcher has sent "over".
+
+    ``folder`` is this host's folder of the run, or None if the launcher sees the folder. For rank 0, and for a rank
+    that saves in its place, also sends changed files of the folder. Raises LauncherGoneError if the launcher is lost.
+    """
+    over = False
+    files = FileSender(folder, send) if folder is not None and handle.rank == 0 else None
+
+    def send_from_rank(message: dict[str, Any]) -> None:
+        if files is not None:  # first, because the message may be about the files
+            files.send_changes(all_files=message["kind"] == "completed")
+        send(message)
+
+    while True:
+        ready = wait([pipe, *handle.waitables()], SEND_SECONDS if files else None)
+        ended = handle.poll_exit()  # before the messages are read, so that no message is missed
+        for message in handle.read_messages():  # for a limited time, including the sending
+            send_from_rank(message)
+        if ended:
+            send_from_rank({"kind": "exit", "code": handle.exitcode, "out_of_memory": handle.ran_out_of_memory()})
+            return over
+        if files is not None:
+            files.send_changes()
+        if pipe in ready:
+            with detect_lost_launcher():
+                message = pipe.recv()
+            over = over or message["kind"] == "over"
+            if message["kind"] == "stand_in" and folder is not None:
+                files = FileSender(folder, send)
+            hand_to_rank(message, handle, send)
+
+
+def hand_to_rank(message: dict[str, Any], handle: RankHandle, send: Send) -> None:
+    """Do what the launcher requests of the agent, or pass the message on to the rank."""
+    if message["kind"] == "kill":
+        handle.kill()
+    elif message["kind"] == "stack":
+        send({"kind": "stack", "text": handle.read_stack()})
+    elif message["kind"] == "save" and not handle.has_started():
+        send({"kind": "saved", "step": handle.resumed_step})
+    else:
+        handle.send(**message)

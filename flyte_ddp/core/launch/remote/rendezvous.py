@@ -1,0 +1,322 @@
+"""Runs ranks on other hosts by agents. An engine such as Ray or Dask starts the agents.
+
+Each agent gets a :class:`JoinTicket` and connects over TCP. The launcher supervises the agent's rank like a local rank.
+"""
+
+from __future__ import annotations
+
+import hmac
+import queue
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from flyte_ddp.core import results
+from flyte_ddp.core.errors import RankError, UnreachableError, UserError, print_to_stderr
+from flyte_ddp.core.launch.remote.connection import WAIT_SECONDS, JoinTicket, WorkerConnection, accept_agents
+from flyte_ddp.core.launch.remote.file_sync import read_file_as_messages, write_piece
+from flyte_ddp.core.launch.supervise.link import RankInfo
+from flyte_ddp.core.launch.supervise.rank_handle import RankHandle
+from flyte_ddp.core.launch.supervise.restarts import Restarts
+from flyte_ddp.core.launch.supervise.stopping import StopRequest, catch_stop_signals, stop_error
+from flyte_ddp.core.launch.supervise.supervisor import end_ranks, supervise_ranks
+from flyte_ddp.core.runs.checkpoint import newest_step
+from flyte_ddp.core.runs.run_folder import METRICS, remove_temporary_files, rewind_to_newest_checkpoint
+from flyte_ddp.core.runs.work import Work
+from flyte_ddp.core.user_code.digest import package_digest
+
+GATHER_SECONDS = 300.0  # for all agents to connect, because images may have to be pulled, and nodes added
+END_SECONDS = 10.0  # for a killed rank's exit code to come, or for agents to end
+STACK_SECONDS = 3.0  # for a stack to come; longer than the agent itself waits
+
+
+@contextmanager
+def open_rendezvous(
+    work: Work, *hosts: str, listen: str | None = None, secret: bytes | None = None, only_once: bool = False
+) -> Iterator[Rendezvous]:
+    """Open a free TCP port for agents during the block, and yield the Rendezvous that gathers agents.
+
+    During the block, the output folder holds a hidden empty file. An agent that finds the file sees the folder.
+
+    Args:
+        work: The work of the run.
+        hosts: The addresses of this process.
+        listen: The address to listen at ("": all addresses, None: the first of ``hosts``).
+        secret: The secret from which the run's key is derived (None: random).
+        only_once: Whether a failure ends the run, because agents are not restarted.
+    """
+    # Agents look for this file to find out whether they see the folder. The next run deletes *.tmp after a kill.
+    visibility_file = f".shared-{secrets.token_hex(16)}.tmp"
+    key = derive_key(secret or secrets.token_bytes(32), visibility_file)
+    (work.output_folder / visibility_file).touch()
+    try:
+        with (
+            socket.create_server((hosts[0] if listen is None else listen, 0), backlog=128) as server,
+            accept_agents(server, key) as arrived,
+        ):
+            yield Rendezvous(work, hosts, server.getsockname()[1], visibility_file, key, only_once, arrived)
+    finally:
+        (work.output_folder / visibility_file).unlink(missing_ok=True)
+
+
+def derive_key(secret: bytes, visibility_file: str) -> bytes:
+    return hmac.digest(secret, visibility_file.encode(), "sha256")
+
+
+@dataclass
+class Rendezvous:
+    """Gathers agents and supervises their ranks. Made by :func:`open_rendezvous`."""
+
+    work: Work
+    hosts: tuple[str, ...]
+    port: int
+    visibility_file: str
+    key: bytes
+    only_once: bool
+    arrived: queue.SimpleQueue[WorkerConnection]
+    living: dict[int, WorkerConnection] = field(default_factory=dict)  # agents that start their rank again, by rank
+
+    def make_ticket(self, info: RankInfo) -> JoinTicket:
+        return JoinTicket(info, self.hosts, self.port, self.key, self.work.output_folder, self.visibility_file)
+
+    def run_ranks(self, check_engine: Callable[[], None]) -> None:
+        """Gather all agents, send them the work, and return when all ranks have completed.
+
+        After a recoverable failure the run resumes. For a restart in place, living agents start their ranks again, and
+        the engine may replace lost agents. Otherwise the engine may replace all agents. While agents are missing, calls
+        ``check_engine`` several times a second, which raises if an agent will not come. Raises the errors of all
+        launchers (:mod:`flyte_ddp.core.launch`).
+        """
+        failure: BaseException | None = None
+        in_place = False
+        num_ranks = self.work.world.num_ranks
+        restarts = Restarts(self.work.settings.restarts)
+        with catch_stop_signals() as stop:
+            while True:
+                group: list[RemoteHandle] = []
+                try:
+                    self.gather_agents(group, num_ranks, stop, check_engine)
+                    if isinstance(failure, RankError) and in_place:
+                        self.work = restarts.rewind(self.work, failure, keep=self.visibility_file)
+                    elif failure is not None:
+                        self.work = rewind_work(self.work, str(failure).splitlines()[0], self.visibility_file)
+                    hosts = tuple(handle.host for handle in group)
+                    work = replace(self.work, world=replace(self.work.world, hosts=hosts))
+                    send_work_in_turn(group, work, stop)
+                    supervise_ranks(group, stop, work)
+                except BaseException as error:
+                    if isinstance(error, RankError) and error.recoverable and not self.only_once:
+                        failure = restarts.find_reason_to_end(self.work.output_folder, error)
+                        in_place = failure is None
+                        failure = failure or error
+                        self.living = restart_agents(group) if in_place else {}
+                        group = [handle for handle in group if handle.rank not in self.living]
+                        continue
+                    no_retry_came = isinstance(error, UnreachableError) and len(group) < num_ranks
+                    failure = failure if failure is not None and no_retry_came else error
+                    for handle in group:
+                        handle.send("over", error=failure)  # shows agents that no retry follows
+                    raise failure from None
+                else:
+                    for handle in group:
+                        handle.send("over", error=None)
+                    return
+                finally:
+                    end_ranks(group)
+
+    def gather_agents(
+        self, group: list[RemoteHandle], num_ranks: int, stop: StopRequest, check_engine: Callable[[], None]
+    ) -> None:
+        """Wait for the missing agents, and fill ``group`` with the handles of all connected agents, ordered by rank.
+
+        While waiting, calls ``check_engine``, which raises if an agent will not come.
+
+        Raises:
+            UnreachableError: An agent has not connected within 300 s.
+            UserError: The flyte_ddp of an agent has other sources.
+            StoppedError, KeyboardInterrupt: A stop signal has come.
+        """
+        deadline = time.monotonic() + GATHER_SECONDS
+        found = dict(self.living)
+        group[:] = self.make_handles(found)
+        while len(found) < num_ranks:
+            if stop.signal is not None:
+                # A run before a retry may have saved a checkpoint.
+                raise stop_error(stop.signal, newest_step(self.work.output_folder))
+            check_engine()
+            if time.monotonic() > deadline:
+                missing = sorted(set(range(num_ranks)) - found.keys())
+                raise UnreachableError(
+                    f"ranks {missing} of {num_ranks} did not connect to {' or '.join(self.hosts)} within "
+                    f"{GATHER_SECONDS:g} s; let their hosts reach this host, or add capacity to the cluster"
+                )
+            try:
+                worker = self.arrived.get(timeout=WAIT_SECONDS)
+            except queue.Empty:
+                continue
+            if worker.code != package_digest():
+                worker.pipe.close()
+                raise UserError(
+                    f"host {worker.host} runs library sources {worker.code}, but this host runs "
+                    f"{package_digest()}; install the same flyte-ddp on all hosts of the cluster"
+                )
+            if worker.rank in found:  # the engine has replaced the agent
+                found[worker.rank].pipe.close()
+            found[worker.rank] = worker
+            group[:] = self.make_handles(found)
+
+    def make_handles(self, found: Mapping[int, WorkerConnection]) -> list[RemoteHandle]:
+        """Return the handles of the connected ranks, ordered by rank.
+
+        ``found`` has the connections by rank. All ranks of a host use the folder of the host's lowest rank. Ranks on
+        the launcher's host get the launcher's address that other hosts reach.
+        """
+        workers = [found[rank] for rank in sorted(found)]
+        # Agents on the launcher's host may use the loopback. An address that other hosts have reached works for all.
+        from_elsewhere = [worker.launcher_address for worker in workers if not worker.is_on_launcher_host]
+        here = next(iter((*from_elsewhere, *(worker.host for worker in workers))), "")
+        folders: dict[str, Path] = {}
+        handles: list[RemoteHandle] = []
+        for worker in workers:
+            host = here if worker.is_on_launcher_host else worker.host
+            files_in = folders.setdefault(host, worker.folder) if worker.folder else self.work.output_folder
+            handles.append(RemoteHandle(worker, host, self.work.output_folder, files_in))
+        return handles
+
+
+class RemoteHandle(RankHandle):
+    """A rank on another host, or a rank of Elastic.
+
+    ``worker`` is the connection to the rank's agent. ``host`` is the rank's address for other ranks. ``files_in`` is
+    the folder on the rank's host with the files of ``output_folder``.
+    """
+
+    def __init__(self, worker: WorkerConnection, host: str, output_folder: Path, files_in: Path) -> None:
+        super().__init__(worker.rank, worker.pipe, host)
+        self.worker, self.network, self.output_folder, self.files_in = worker, host, output_folder, files_in
+        self.sees_run_folder = worker.folder is None
+        self.out_of_memory = False
+        self.answer: dict[str, Any] | None = None  # the last answer to a request
+        self.results = results.ResultWriter(output_folder)
+
+    def ran_out_of_memory(self) -> bool:
+        # Elastic's ranks have no agent that reports a lack of memory.
+        return self.out_of_memory or (self.lost and self.worker.is_on_launcher_host and super().ran_out_of_memory())
+
+    def send_work(self, work: Work) -> None:
+        """Send the files that the host lacks, and then the work with the host's paths.
+
+        Only the host's lowest rank gets the files. Waits without a limit until the host has stored each file.
+        """
+        if self.worker.folder is not None:
+            checkpoint, folder = work.checkpoint, self.files_in
+            log = work.output_folder / METRICS if self.rank == 0 else None
+            if folder == self.worker.folder:  # the host's lowest rank
+                with suppress(OSError, EOFError):  # a lost agent is detected when its messages are read
+                    for path in filter(None, [*work.files.values(), checkpoint.path if checkpoint else None, log]):
+                        self.answer = None
+                        for piece in read_file_as_messages(path, path.name):
+                            self.pipe.send(piece)
+                        self._take_messages(lambda: self.answer is not None, None)  # other ranks will read the file
+            work = replace(
+                work,
+                output_folder=folder,
+                checkpoint=replace(checkpoint, path=folder / checkpoint.path.name) if checkpoint else None,
+                files={key: folder / path.name for key, path in work.files.items()},
+                sees_run_folder=False,
+            )
+        super().send_work(work)
+
+    def handle_message(self, message: dict[str, Any]) -> None:
+        """Store the state that a message reports, or write the file, result or event in the message.
+
+        Drops "port", which the supervisor handles.
+        """
+        if message["kind"] == "error" and not self.worker.is_on_launcher_host:
+            message["report"] = replace(message["report"], time=time.monotonic())  # not of another host's clock
+        if message["kind"] == "exit":
+            self.exitcode, self.out_of_memory = message["code"], message.get("out_of_memory", False)
+        elif message["kind"] in ("stack", "stored"):
+            self.answer = message
+        elif message["kind"] == "file":
+            write_piece(self.output_folder, message)
+        elif message["kind"] in ("result", "event"):
+            self.results.write(**message)
+        else:
+            super().handle_message(message)
+
+    def read_stack(self) -> str:
+        self.answer = None
+        self.send("stack")
+        self._take_messages(lambda: self.answer is not None, STACK_SECONDS)
+        return str(self.answer["text"]) if self.answer else ""
+
+    def kill(self) -> None:
+        self.send("kill")
+
+    def close(self) -> None:
+        """Wait up to 10 s for the rank's exit code and its last files, and close the pipe."""
+        self._take_messages(lambda: False, END_SECONDS)
+        self.pipe.close()
+
+    def restart(self) -> bool:
+        """Wait up to 10 s for the killed rank's exit code, and request a new start from its agent.
+
+        Returns False if no exit code comes.
+        """
+        self._take_messages(lambda: False, END_SECONDS)
+        if self.exitcode is not None:
+            self.send("restart")
+        return self.exitcode is not None
+
+    def _take_messages(self, is_enough: Callable[[], bool], seconds: float | None) -> None:
+        """Handle messages until ``is_enough()``, or the rank's exit code, or the end of ``seconds``.
+
+        The exit code is a rank's last message.
+        """
+        deadline = None if seconds is None else time.monotonic() + seconds
+        with suppress(EOFError, OSError):
+            while self.exitcode is None and not is_enough():
+                if not self.pipe.poll(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                    return
+                self.handle_message(self.pipe.recv())
+
+
+def restart_agents(group: Sequence[RemoteHandle]) -> dict[int, WorkerConnection]:
+    """Kill the ranks, and request new starts from the living agents.
+
+    Waits up to 10 s for each rank's end. Returns the connections of the living agents by rank.
+    """
+    for handle in group:
+        handle.kill()
+    return {handle.rank: handle.worker for handle in group if handle.restart()}
+
+
+def send_work_in_turn(group: Sequence[RankHandle], work: Work, stop: StopRequest) -> None:
+    """Send each rank the work. If a stop comes meanwhile, raise StoppedError or KeyboardInterrupt."""
+    for handle in group:
+        handle.send_work(work)
+        if stop.signal is not None:
+            raise stop_error(stop.signal, handle.resumed_step)
+
+
+def rewind_work(work: Work, why: str, keep: str = "") -> Work:
+    """Rewind the output folder to its newest checkpoint or to the start, and return the work from there.
+
+    Prints ``why``, unless progress is off. Removes temporary files of killed ranks, except the file named ``keep``.
+    Without a checkpoint, also empties metrics.jsonl and removes ``results/``.
+
+    Raises:
+        UserError: No existing checkpoint is readable, or the newest checkpoint is of another run.
+    """
+    remove_temporary_files(work.output_folder, keep)
+    found = rewind_to_newest_checkpoint(work.output_folder, work.identity)
+    if work.settings.progress != "off":
+        what = f"going on after step {found.step:,}" if found else "restarting from scratch"
+        print_to_stderr(f"{why}; {what}")
+    return replace(work, checkpoint=found)

@@ -1,0 +1,100 @@
+"""Requests to stop by SIGTERM, Ctrl-C or a closed terminal. Kubernetes sends SIGTERM before it removes a pod."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from multiprocessing import Pipe
+from types import FrameType
+
+from flyte_ddp.core.errors import StoppedError
+from flyte_ddp.core.machine.process import signal_handlers, stop_signals, undone_in_forks
+
+STOP_LISTENING = 0  # not a signal's number; ends a thread that waits for numbers of signals
+
+
+@contextmanager
+def call_on_signals(numbers: Collection[signal.Signals], function: Callable[[], None]) -> Iterator[None]:
+    """Call a function in a thread whenever a signal of ``numbers`` comes in the block.
+
+    The signals have no other effect. Enter the block in the main thread. The call also comes while the main thread is
+    in a collective operation. The end of the block waits for a call that is running.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def listen() -> None:
+        while (number := os.read(reader, 1)[0]) != STOP_LISTENING:
+            if number in numbers:  # Python writes the number of each signal that it handles
+                function()
+
+    thread = threading.Thread(target=listen, name="signals", daemon=True)
+    thread.start()
+    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        with (
+            signal_handlers(dict.fromkeys(numbers, lambda *_: None)),
+            undone_in_forks(lambda: signal.set_wakeup_fd(wakeup)),
+        ):
+            yield
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        os.write(writer, bytes([STOP_LISTENING]))  # closing is not enough, because forked processes keep the pipe open
+        thread.join()
+        os.close(writer)
+        os.close(reader)
+
+
+class StopRequest:
+    """A request to stop.
+
+    ``signal`` is None until the request. After the request, ``reader`` is ready for ``connection.wait``.
+    """
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self.reader, self._writer = Pipe(duplex=False)
+
+    def make_request(self, number: signal.Signals) -> None:
+        """Request a stop as if this signal had come. Only the first call has an effect."""
+        if self.signal is None:
+            self.signal = number
+            # Not send(): an exception may rise in here, and CPython 3.12.1 crashes when it collects send()'s buffer.
+            self._writer.send_bytes(bytes([number]))
+
+    def wait_for_request(self) -> bool:
+        """Wait, without a limit, for the request or for :meth:`end_waiting`.
+
+        Returns whether the request came.
+        """
+        return self.reader.recv_bytes()[0] != STOP_LISTENING
+
+    def end_waiting(self) -> None:
+        self._writer.send_bytes(bytes([STOP_LISTENING]))
+
+
+@contextmanager
+def catch_stop_signals() -> Iterator[StopRequest]:
+    """Yield a StopRequest that the first SIGTERM, SIGHUP or Ctrl-C makes.
+
+    A later Ctrl-C raises KeyboardInterrupt, and other later signals have no effect. A SIGHUP that ``nohup`` ignores
+    stays ignored. Outside the main thread, signals make no request.
+    """
+    stop = StopRequest()
+
+    def handle(number: int, _: FrameType | None) -> None:
+        if stop.signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        stop.make_request(signal.Signals(number))
+
+    with signal_handlers(dict.fromkeys(stop_signals(), handle)):
+        yield stop
+
+
+def stop_error(number: signal.Signals, step: int | None) -> BaseException:
+    """Return KeyboardInterrupt for SIGINT, else StoppedError with ``step``.
+
+    ``step`` is 0 without a checkpoint, and None if the step is unknown.
+    """
+    return KeyboardInterrupt() if number == signal.SIGINT else StoppedError(number.name, step)

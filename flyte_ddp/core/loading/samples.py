@@ -1,0 +1,121 @@
+"""Load single samples into the memory of their batch."""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.loading.batch_memory import Layout, open_memory
+from flyte_ddp.core.loading.split import TargetSpec
+from flyte_ddp.core.loading.user_functions import NO_AUGMENTATION, Sample
+from flyte_ddp.core.machine.waiting import limit_wait
+
+
+class Loaded(NamedTuple):
+    """Names and image shape of samples that were loaded into the memory of their batch."""
+
+    names: list[str]
+    shape: tuple[int, ...]  # of the images
+    report: Any = None  # what SampleLoader.take_report() returned
+
+
+class SampleLoader:
+    """Base class of loaders of single samples.
+
+    A loader works in a single process, and can be pickled before its first use.
+    """
+
+    targets: TargetSpec
+    sizes: tuple[tuple[int, ...], ...]  # allowed shapes [H, W, C] of images; all images of a batch have one shape
+    augmentation = NO_AUGMENTATION  # whose batches are augmented after loading
+
+    def make_loads(self, samples: Sequence[int], epoch: int | None) -> Sequence[Callable[[], Sample]]:
+        """Return a function for each sample that loads the sample.
+
+        Samples are augmented for an ``epoch`` of training, and not for None. A slow reader starts reading at once, in
+        other threads.
+        """
+        raise NotImplementedError
+
+    def load_part(self, samples: Sequence[int], epoch: int | None, first: int, layout: Layout, path: str) -> Loaded:
+        """Load samples into a batch's memory, from position ``first`` on. Runs in a loader process.
+
+        Args:
+            epoch: Epoch of training, for which samples are augmented, or None.
+            first: Position of the first of these samples in the batch.
+            layout: Layout of the whole batch in the memory.
+            path: Path of the memory, which has at least ``layout.size`` bytes.
+
+        Raises:
+            UserError: Images have different sizes, or a sample is unfit.
+        """
+        loaded = load_into(open_memory(path, layout.size), layout, first, self.make_loads(samples, epoch))
+        return loaded._replace(report=self.take_report())
+
+    def bad_samples(self) -> frozenset[str]:
+        return frozenset()
+
+    def replaced_samples(self) -> frozenset[int]:
+        return frozenset()
+
+    def read_label(self, sample: int) -> int | None:  # noqa: ARG002
+        """Return the class number of a sample, or None if the class number is unknown. Reads the sample."""
+        return None
+
+    def take_report(self) -> Any:
+        """Return this process's findings since the last call, such as damaged samples, or None."""
+
+    def add_report(self, report: Any) -> None:
+        """Add a report that :meth:`take_report` returned in another process.
+
+        Raises:
+            UserError: There are too many bad samples.
+        """
+
+    def close(self) -> None:
+        """Close files."""
+
+
+def load_into(memory: NDArray[np.uint8], layout: Layout, first: int, loads: Sequence[Callable[[], Sample]]) -> Loaded:
+    """Call ``loads``, and write images and targets into a batch's memory, from position ``first`` on.
+
+    Raises:
+        UserError: Images have different sizes.
+        MachineError: In the main thread, a sample is not loaded within FLYTE_DDP_TIMEOUT.
+    """
+    targets, names = layout.view_targets(memory), []
+    shapes = set[tuple[int, ...]]()
+    with limit_wait("a picture"):
+        for place, load in enumerate(loads, first):
+            image, targets[place], name = load()
+            shapes.add(image.shape)
+            start = place * layout.image_bytes
+            copy_image(image, memory[start : start + image.size].reshape(image.shape))
+            names.append(name)
+    return Loaded(names, common_shape(shapes))
+
+
+def copy_image(image: NDArray[np.uint8], to: NDArray[np.uint8]) -> None:
+    """Copy ``image`` [H, W, C] into ``to``.
+
+    A view of a [C, H, W] array is copied by channels, three times as fast.
+    """
+    if image.flags.c_contiguous:
+        to[...] = image
+    else:
+        for channel in range(image.shape[2]):
+            to[..., channel] = image[..., channel]
+
+
+def common_shape(shapes: Collection[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the shape that all ``shapes``, one or more, have in common.
+
+    Raises:
+        UserError: The shapes differ.
+    """
+    if len({*shapes}) > 1:
+        found = " and ".join(str(list(shape)) for shape in sorted({*shapes}))
+        raise UserError(f"augment: images of one batch have the shapes {found}; return images of one size")
+    return next(iter(shapes))

@@ -1,0 +1,273 @@
+"""Functions of the user that load, decode or augment samples, the targets that they make, and the augmentation.
+
+User code runs in loader processes (:mod:`flyte_ddp.core.loading.loader_process`), or in the rank itself.
+"""
+
+import hashlib
+import inspect
+import random
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flyte_ddp.core.errors import MachineError, UserCodeError, UserError
+from flyte_ddp.core.loading.split import TargetSpec
+from flyte_ddp.core.machine.waiting import limit_wait
+from flyte_ddp.core.order.augmentation import augment_images
+from flyte_ddp.core.order.random_state import keep_random_state
+from flyte_ddp.core.order.sampling import Indices
+from flyte_ddp.core.parallel.training_pass import Generators
+from flyte_ddp.core.samples.leaves import IGNORED, refuse_masked, require_array
+from flyte_ddp.core.samples.pictures import Pixels, require_pixels
+from flyte_ddp.core.user_code.callables import load_callable
+
+OF_BATCHES = ("crop", "crop_flip")  # kinds that change whole batches on the device
+GLOBAL = Generators(torch.default_generator, random, np.random)
+
+
+class Sample(NamedTuple):
+    """A sample in memory."""
+
+    image: Pixels  # uint8 [H, W, C]
+    target: NDArray[Any]  # [] or [...]
+    name: str  # the key in the data set; empty if it has none
+
+
+def seed_for(purpose: str, seed: int, epoch: int, sample: int, transforms: Iterable[Any] = ()) -> None:
+    """Seed the global generators of Python, NumPy and torch (CPU), and ``transforms``, for a sample.
+
+    The state before is not restored. ``purpose`` (up to 16 bytes) makes seeds for different purposes differ. Each
+    transform must have ``set_random_seed``.
+    """
+    packed = struct.pack("<3q", seed, epoch, sample)
+    hashed = hashlib.blake2b(packed, digest_size=8, person=purpose.encode()).digest()
+    bits = int.from_bytes(hashed, "little")
+    GLOBAL.seed_each(bits)
+    for transform in transforms:
+        transform.set_random_seed(bits % 2**32)
+
+
+def find_seeded_transforms(own: Any, method: str = "__call__") -> list[Any]:
+    """Return the objects with ``set_random_seed`` among ``own``, its attributes, and variables in the code of ``own``.
+
+    ``own`` is a user's function or object. The code of an object is its ``method``. Variables are globals and closure
+    variables, whose contents are not searched. Classes are skipped, and each object is returned once.
+    """
+    function = inspect.unwrap(own if inspect.isroutine(own) else getattr(type(own), method))
+    function = getattr(function, "__func__", function)  # of a bound method
+    found = [own, *(value for _, value in inspect.getmembers_static(own))]
+    if inspect.isfunction(function):
+        used = inspect.getclosurevars(function)
+        found += [*used.globals.values(), *used.nonlocals.values()]
+    seeded = (each for each in found if callable(getattr(each, "set_random_seed", None)) and not isinstance(each, type))
+    return list({id(each): each for each in seeded}.values())
+
+
+class UserFunction:
+    """A user's callable ``package.module:callable``, imported at the first use.
+
+    If the callable is a class, an object of the class is called.
+    """
+
+    def __init__(self, setting: str, spec: str) -> None:
+        self.setting, self.spec = setting, spec
+        self.function: Callable[..., Any] | None = None
+        self.transforms: list[Any] = []  # used by the function, and to be seeded
+
+    @classmethod
+    def find(cls, setting: str, spec: str) -> "UserFunction | None":
+        """Import and return the user-defined function that a setting names, or return None for other values.
+
+        Restores the global random generators.
+
+        Raises:
+            UserError: The import fails.
+        """
+        if ":" not in spec:
+            return None
+        found = cls(setting, spec)
+        with keep_random_state():
+            found.load()
+        return found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UserFunction, (self.setting, self.spec)
+
+    def load(self) -> Callable[..., Any]:
+        """Import the callable at the first call, and return it. A class is called without arguments to make an object.
+
+        Raises:
+            UserError: The import fails, or an object of the class cannot be called.
+        """
+        if self.function is None:
+            found: Any = load_callable(self.spec)
+            if inspect.isclass(found):
+                found = found()
+            if not callable(found):
+                raise UserError(f"{self}: objects of this class are not callable; define the method __call__")
+            self.function, self.transforms = found, find_seeded_transforms(found)
+        return self.function
+
+    def seed(self, seed: int, epoch: int, sample: int) -> None:
+        """Seed this process's generators, and the function's transforms, for a sample in an epoch.
+
+        Imports the function at the first call.
+        """
+        self.load()
+        seed_for(self.setting, seed, epoch, sample, self.transforms)
+
+    def call_pair(self, where: str, *arguments: Any, returns: str = "(inputs, targets)") -> tuple[Any, Any]:
+        """Call the user's function with ``arguments``, and return the pair that the function returns.
+
+        Args:
+            where: Names the sample in errors.
+            returns: Describes the expected pair in errors.
+
+        Raises:
+            UserError: The function returns no pair.
+            UserCodeError: The function fails.
+            MachineError: The function does not return within FLYTE_DDP_TIMEOUT. Only in the main thread.
+        """
+        function = self.load()
+        try:
+            with limit_wait(f"{self} on {where}"):
+                returned = function(*arguments)
+        except MachineError:
+            raise
+        except Exception as error:
+            raise UserCodeError(f"{self} on {where}: {type(error).__name__}: {error}") from error
+        if not isinstance(returned, (tuple, list)) or len(returned) != 2:
+            raise UserError(f"{self} returned a {type(returned).__name__} for {where}: must return {returns}")
+        return returned[0], returned[1]
+
+    def call(self, name: str, *arguments: Any) -> Sample:
+        """Call the function for the sample ``name``, and return image and target as a sample of this name.
+
+        Raises:
+            UserError: The function returns no pair, no pixels, or no array as target.
+            UserCodeError: The function fails.
+            MachineError: The function does not return within FLYTE_DDP_TIMEOUT. Only in the main thread.
+        """
+        image, target = self.call_pair(name, *arguments, returns="(image, target)")
+        what = f"{self}: the image of {name}"
+        refuse_masked(what, image)
+        return Sample(require_pixels(what, image), require_array(f"{self}: the target of {name}", target), name)
+
+    def __str__(self) -> str:
+        return f"{self.setting}={self.spec!r}"
+
+
+def require_target(own: object, target: NDArray[Any], kind: TargetSpec, where: str) -> NDArray[Any]:
+    """Return ``target`` unchanged if its shape, type and class numbers fit ``kind``.
+
+    Floats fit only if ``kind`` has a float type. Ignored pixels (255) of a mask always fit.
+
+    Args:
+        own: The callable that made the target, for errors.
+        kind: Properties that all targets share.
+        where: Names the sample in errors.
+
+    Raises:
+        UserError: The target does not fit.
+    """
+    allowed = "biuf" if kind.dtype.kind == "f" else "biu"
+    if target.shape != kind.shape or target.dtype.kind not in allowed:
+        rule = f"must be {kind.dtype} {list(kind.shape)}, like the targets of other samples"
+        raise UserError(f"{own} returned {target.dtype} {list(target.shape)} as the target of {where}: {rule}")
+    if kind.classes and kind.dtype.kind != "f" and (target.min() < 0 or target.max() >= kind.classes):
+        wrong = target[(target < 0) | (target >= kind.classes)]
+        wrong = wrong[wrong != IGNORED] if target.ndim else wrong
+        if len(wrong):
+            rule = f"must be 0..{kind.classes - 1} with {kind.classes} classes"
+            if target.ndim:
+                rule += f", or {IGNORED} for ignored pixels"
+            raise UserError(f"{own} returned {wrong[0]} as the target of {where}: {rule}")
+    return target
+
+
+def derive_target_spec(own: object, target: NDArray[Any], classes: int, where: str) -> TargetSpec:
+    """Return the properties of all targets, derived from a single ``target``.
+
+    A class is int64 [], and a mask is uint8 or int64 [H, W, ...]. Other targets, such as whole numbers [k], are
+    float32.
+
+    Args:
+        own: The callable that made the target, for errors.
+        classes: Number of classes, or 0 if unknown. Only for classes and masks.
+        where: Names the sample in errors.
+
+    Raises:
+        UserError: The target is neither a number nor an array of numbers.
+    """
+    if target.dtype.kind not in "biuf":
+        rule = "must be a number, or an array of numbers"
+        raise UserError(f"{own} returned {target.dtype} as the target of {where}: {rule}")
+    whole = target.dtype.kind in "biu" and target.ndim != 1
+    if target.ndim > 1 and target.dtype == np.uint8:
+        return TargetSpec(target.dtype, target.shape, classes)
+    return TargetSpec(np.dtype(np.int64 if whole else np.float32), target.shape, classes if whole else 0)
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """How training samples are augmented: by a built-in kind, or by a user-defined function."""
+
+    kind: str = "none"  # none, crop, crop_flip, or resized_crop, which is done when an image is decoded
+    seed: int = 0  # of the random numbers
+    function: UserFunction | None = None  # changes single samples
+
+    @classmethod
+    def of(cls, setting: str, seed: int) -> "Augmentation":
+        """Return the augmentation that the hyperparameter ``augment`` names. Imports a user-defined function.
+
+        Raises:
+            UserError: The import fails.
+        """
+        function = UserFunction.find("augment", setting)
+        return cls("none" if function else setting, seed, function)
+
+    def augment_sample(self, loaded: Sample, sample: int, epoch: int | None, where: str) -> Sample:
+        """Return a sample augmented by the user-defined function, which gets copies of image and target.
+
+        Without a function, or if ``epoch`` is None, returns the sample unchanged. First seeds the global generators of
+        Python, NumPy and torch, and the function's transforms, and does not restore them. ``sample`` is the number of
+        the sample, and ``where`` names the sample in errors.
+
+        Raises:
+            UserError: The function returns no image and target.
+            UserCodeError: The function fails.
+        """
+        if self.function is None or epoch is None:
+            return loaded
+        self.function.seed(self.seed, epoch, sample)
+        # Copied, because the arrays are read-only and shared by all processes.
+        target = np.array(loaded.target) if loaded.target.ndim else loaded.target.item()
+        return self.function.call(where, np.array(loaded.image), target)._replace(name=loaded.name)
+
+    def augment_batch(
+        self, images: Tensor, targets: Tensor, samples: Indices, epoch: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the images [n, H, W, C] of a batch, shifted at random and perhaps mirrored, and the targets.
+
+        The kind "crop" shifts, and "crop_flip" also mirrors half of the images. For other kinds, and if ``epoch`` is
+        None, nothing changes. The random shift of an image depends on seed, epoch and number of the sample.
+
+        Masks (targets [n, H, W]) are shifted and mirrored with their images. Uncovered pixels of a mask become 255
+        (ignored). Other targets are unchanged.
+        """
+        if epoch is None or self.kind not in OF_BATCHES:
+            return images, targets
+        augment = partial(augment_images, kind=self.kind, seed=self.seed, epoch=epoch, samples=samples)
+        if targets.dim() == 3:
+            targets = augment(targets[..., None], fill=IGNORED)[..., 0]
+        return augment(images), targets
+
+
+NO_AUGMENTATION = Augmentation()

@@ -1,0 +1,1 @@
+"""Inputs, parts, checks and files of models, whatever defines them."""

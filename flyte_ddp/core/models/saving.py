@@ -1,0 +1,107 @@
+"""A trained model on disk: the weights in ``model.pt``, and a description (sidecar) in ``model.json``."""
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.files import SIDECAR, WEIGHTS, HashingFile, explain_write_errors, replace_file, sync
+from flyte_ddp.core.models.inputs import InputSpec, LeafSpec, LeavesSpec, ModelInput
+from flyte_ddp.core.models.sidecar import EVALUATION_SHARE, FIX, MIDDLE, ImageInput, LeavesInput, Sidecar
+from flyte_ddp.core.samples.pictures import BACKGROUND
+
+
+def save_model(folder: Path, state_dict: dict[str, Tensor], sidecar: Sidecar) -> tuple[Path, Path]:
+    """Write ``model.pt`` and ``model.json`` into a folder, replacing older files, and return the two paths.
+
+    Creates the folder. ``state_dict`` must come from the model itself, not from DDP's or torch.compile's wrapper.
+    ``model.json`` also gets ``format`` and ``digests.weights``, the SHA-256 of ``model.pt``.
+
+    Raises:
+        UserError: Writing failed.
+    """
+    model_path, sidecar_path = folder / WEIGHTS, folder / SIDECAR
+    # The sidecar is renamed last, so a sidecar never exists without weights.
+    with replace_file(sidecar_path) as sidecar_file, replace_file(model_path) as model_file:
+        hashing = HashingFile(model_file)
+        # Equal weights are equal bytes in torch's zip format. Its older format contains memory addresses.
+        torch.save(portable_state_dict(state_dict), hashing)  # type: ignore[arg-type]
+        content = replace(sidecar, digests=replace(sidecar.digests, weights=hashing.sha256.hexdigest())).to_json_value()
+        with explain_write_errors(sidecar_path):
+            sidecar_file.write(json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n")
+            sync(sidecar_file)
+    return model_path, sidecar_path
+
+
+def portable_state_dict(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the state_dict with copies of the tensors on the CPU, in row-major order, without shared storage.
+
+    Values that are no tensors are not copied.
+    """
+    portable = copy.copy(state_dict)  # keeps ``_metadata``, which a new dict would lack
+    for name, value in state_dict.items():
+        if isinstance(value, Tensor):
+            own = value.detach().cpu()
+            strided = own.layout == torch.strided
+            portable[name] = own.clone(memory_format=torch.contiguous_format) if strided else own.clone()
+    return portable
+
+
+def load_weights(model: nn.Module, model_path: Path, sidecar: Sidecar) -> None:
+    """Load ``model.pt`` into ``model``, without a check of the SHA-256.
+
+    Raises:
+        UserError: The file cannot be read, holds other objects than weights, or does not fit the model.
+    """
+    try:
+        model.load_state_dict(torch.load(model_path, map_location="cpu", weights_only=True))
+    except Exception as error:  # of the readers of torch, pickle and zip files
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{model_path} does not fit model {sidecar.model!r}: {reason}; use the code that trained the model"
+        ) from error
+
+
+def make_sidecar_input(spec: ModelInput, crop: str) -> ImageInput | LeavesInput:
+    """Return ``input`` of the sidecar: the model's input, and how other programs prepare an image.
+
+    ``crop`` is "middle" if the model was evaluated on the middle square of images. Inputs that are no images have no
+    preparation.
+    """
+    if isinstance(spec, LeavesSpec):
+        return spec.to_sidecar_input()
+    middle = crop == MIDDLE
+    return ImageInput(
+        channels=spec.channels,
+        height=spec.height,
+        width=spec.width,
+        mean=[*spec.mean],
+        std=[*spec.std],
+        crop=crop,
+        background=[*BACKGROUND],
+        mode={1: "L", 3: "RGB"}.get(spec.channels, ""),
+        crop_share=spec.crop_share if middle else None,
+        resize_dtype="uint8" if middle else "float32",
+    )
+
+
+def parse_input_spec(takes: ImageInput | LeavesInput) -> ModelInput:
+    """Return the model's input as the sidecar describes it. If ``crop_share`` is missing, 224 / 256 is assumed.
+
+    Raises:
+        UserError: Mean and std do not fit the channels, or ``crop_share`` is out of range.
+    """
+    if isinstance(takes, LeavesInput):
+        leaves = ((name, LeafSpec((*leaf.shape,), leaf.dtype)) for name, leaf in takes.leaves.items())
+        return LeavesSpec(takes.form, (*leaves,))
+    share, mean, std = takes.crop_share or EVALUATION_SHARE, takes.mean, takes.std
+    if not len(mean) == len(std) == takes.channels or min(std) <= 0 or not 0 < share <= 1:
+        raise UserError(
+            "model.json: input must have a mean and a std above 0 for each channel, and a crop_share of at most 1; "
+            f"{FIX}"
+        )
+    return InputSpec(takes.channels, takes.height, takes.width, (*mean,), (*std,), share)

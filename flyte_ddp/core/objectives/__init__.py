@@ -1,0 +1,1 @@
+"""The base class of objectives, and what objectives share."""

@@ -1,0 +1,172 @@
+"""Intermediate results (files and events) that user code submits from any rank during training.
+
+A rank writes the results into ``results/`` of the run folder. If the rank's host does not see the folder, the launcher
+receives the results and writes the files. ``storage/result_store.py`` copies ``results/`` to another place.
+"""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from flyte_ddp.core.errors import UserError, print_to_stderr
+from flyte_ddp.core.files import hold_lock, replace_file
+from flyte_ddp.core.text.json_lines import JsonLines, replace_non_finite
+
+FOLDER = "results"  # in the run folder
+EVENTS = "events.jsonl"  # in FOLDER
+PIECE_BYTES = 1 << 22  # of a result sent to the launcher, so that other messages wait for one piece at most
+Deliver = Callable[..., None]  # called with kind ("result" or "event") and keyword arguments
+
+_delivery: tuple[int, int, Deliver] | None = None  # process id, rank, and the function that receives results
+
+
+def submit(name: str, content: bytes) -> None:
+    """Write a file into ``results/`` of the run folder, and return when it is written.
+
+    Replaces a file of the same name. From a rank on another host, the file reaches the run folder later. Outside a
+    rank's main process does nothing. If writing fails, prints the first failure to stderr, and training continues.
+
+    Args:
+        name: The path below ``results/``, such as ``maps/epoch-3.png``.
+        content: The bytes of the file.
+
+    Raises:
+        UserError: The name is not a path below ``results/``, or the content is not bytes.
+    """
+    require_result_name(name)
+    if not isinstance(content, (bytes, bytearray, memoryview)):
+        raise UserError(f"result {name!r}: content is of type {type(content).__name__}; must be bytes; encode it")
+    if _delivery is not None and _delivery[0] == os.getpid():
+        _delivery[2]("result", name=name, content=bytes(content))
+
+
+def event(**values: Any) -> None:
+    """Append a line to ``results/events.jsonl`` of the run folder.
+
+    The line has the values, the rank, and the time (Unix seconds). NaN and the infinities become null. Waits without a
+    limit for the file's lock. Outside a rank's main process does nothing. If writing fails, prints the first failure to
+    stderr, and training continues. A resumed run repeats the steps after the checkpoint, and also their events.
+
+    Raises:
+        UserError: A value cannot be written as JSON, or is named ``rank`` or ``time``.
+    """
+    if taken := [name for name in ("rank", "time") if name in values]:
+        raise UserError(f"event: {' and '.join(taken)} is reserved in each event; choose another name")
+    record = replace_non_finite(values)
+    try:
+        json.dumps(record)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"event {sorted(values)}: {error}; give numbers, text, or lists and dicts of them") from None
+    if _delivery is not None and _delivery[0] == os.getpid():
+        _delivery[2]("event", record={"rank": _delivery[1], "time": time.time(), **record})
+
+
+def require_result_name(name: str) -> None:
+    """Raise UserError unless ``name`` is a path below ``results/``, without hidden parts, and not ``events.jsonl``."""
+    path = PurePosixPath(name)
+    wrong = not path.parts or str(path) != name or path.is_absolute() or "\\" in name or not name.isprintable()
+    if wrong or any(part.startswith(".") for part in path.parts) or path.parts[0] == EVENTS:
+        raise UserError(
+            f"result {name!r}: must be a path below {FOLDER}/ such as maps/epoch-3.png, without hidden parts or '..', "
+            f"and not {EVENTS}"
+        )
+
+
+@contextmanager
+def deliver_results(deliver: Deliver, rank: int) -> Iterator[None]:
+    """Let :func:`submit` and :func:`event` of this process call ``deliver`` during the block.
+
+    Each event gets the entry ``rank``. In forked child processes, the two functions do nothing. Blocks cannot be
+    nested, because the end of a block ends all delivery.
+    """
+    global _delivery  # noqa: PLW0603 (a property of the process, as its rank is)
+    _delivery = (os.getpid(), rank, deliver)
+    try:
+        yield
+    finally:
+        _delivery = None
+
+
+def split_into_pieces(send: Deliver) -> Deliver:
+    """Return a function that passes events to ``send`` unchanged, and results in pieces of up to 4 MiB.
+
+    The pieces are arguments of :meth:`ResultWriter.write_file`. The returned function may be called in any thread.
+    """
+    sending = threading.Lock()  # pieces of two results must not mix
+
+    def send_in_pieces(kind: str, **values: Any) -> None:
+        """Call ``send`` once with an event, or for each piece of a result."""
+        if kind != "result":
+            send(kind, **values)
+            return
+        content = values.pop("content")
+        with sending:
+            for offset in range(0, len(content) or 1, PIECE_BYTES):
+                piece, is_last = content[offset : offset + PIECE_BYTES], offset + PIECE_BYTES >= len(content)
+                send(kind, **values, content=piece, offset=offset, is_last=is_last)
+
+    return send_in_pieces
+
+
+class ResultWriter:
+    """Writes results and events into a run folder.
+
+    The first failure is printed to stderr. Later failures are not.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / FOLDER
+        self.failed = False
+
+    def write(self, kind: str, **values: Any) -> None:
+        """Write a file (kind "result") or append an event (kind "event"), in any thread.
+
+        The values of a file are the arguments of :meth:`write_file`. The value of an event is its ``record``. Waits
+        without a limit for the lock of the events. If writing fails, prints the first failure, and raises nothing.
+        """
+        try:
+            if kind == "result":
+                self.write_file(**values)
+            else:
+                # The lock is needed because ranks and launcher append to this file from several hosts.
+                with hold_lock(self.folder, EVENTS), JsonLines(self.folder / EVENTS) as events:
+                    events.write(values["record"])
+        except (UserError, OSError) as error:
+            if not self.failed:
+                print_to_stderr(f"{error}; the run continues without it")
+            self.failed = True
+
+    def write_file(self, name: str, content: bytes, offset: int = 0, is_last: bool = True) -> None:
+        """Write a whole file, or the next piece of a file, into ``results/``.
+
+        ``offset`` is the piece's place in bytes. Until the last piece, the file has a temporary name. If a piece cannot
+        be written, the whole file is dropped.
+
+        Raises:
+            UserError: The name is not allowed, leads out of ``results/``, or a whole file cannot be written.
+            OSError: A piece cannot be written.
+        """
+        require_result_name(name)
+        path = self.folder / name
+        if not path.resolve().is_relative_to(self.folder.resolve()):
+            raise UserError(f"result {name!r}: leads out of {self.folder} through a link; remove the link")
+        if offset == 0 and is_last:
+            with replace_file(path, durable=False) as file:
+                file.write(content)
+            return
+        partial = path.with_name(f".{path.name}.{id(self)}.tmp")  # the next run deletes *.tmp
+        try:
+            partial.parent.mkdir(parents=True, exist_ok=True)
+            with partial.open("r+b" if offset else "wb") as file:
+                file.seek(offset)
+                file.write(content)
+            if is_last:
+                partial.replace(path)
+        except OSError:
+            partial.unlink(missing_ok=True)  # a file without this piece must not appear
+            raise

@@ -1,0 +1,117 @@
+"""Import user code that is named ``package.module:callable``."""
+
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.user_code.modules import refuse_foreign_callable, refuse_foreign_module
+from flyte_ddp.core.user_code.stored import StoredSpec, import_stored_module
+
+NAME = r"[^\W\d]\w*"
+SPEC = re.compile(rf"({NAME}(?:\.{NAME})*):({NAME})")
+
+
+def load_callable(spec: str) -> Callable[..., Any]:
+    """Import a module and return the callable that ``spec`` (``package.module:callable``) names.
+
+    First puts the working directory on ``sys.path``. A StoredSpec is imported from the sources stored with it.
+    Exceptions of the import other than ImportError and SyntaxError pass through.
+
+    Raises:
+        UserError: The spec is malformed, the import raises ImportError or SyntaxError, or the callable does not exist
+            or cannot be called. Also if FLYTE_DDP_MODULES does not allow the module, or the module that defines the
+            callable.
+    """
+    module_name, attribute = split_spec(spec)
+    search_working_directory()
+    try:
+        if isinstance(spec, StoredSpec):
+            module = import_stored_module(spec.sources, module_name)
+        else:
+            refuse_foreign_module(spec, module_name)
+            module = importlib.import_module(module_name)
+    except (ImportError, SyntaxError) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{module_name}.".startswith(f"{missing}."):
+            raise missing_module_error(spec, missing) from None
+        fix = "install the missing module" if missing else "correct the module"
+        raise UserError(f"{spec!r}: importing {module_name} failed: {error}; {fix}") from error
+    try:
+        found = getattr(module, attribute)
+    except AttributeError:
+        raise UserError(
+            f"{spec!r}: module {module_name} ({getattr(module, '__file__', None)}) has no {attribute!r}; name a "
+            "function or class that the module defines"
+        ) from None
+    if not callable(found):
+        raise UserError(f"{spec!r}: is a {type(found).__name__}, not callable; name a function or class")
+    if not isinstance(spec, StoredSpec):
+        refuse_foreign_callable(spec, module_name, found)
+    return found  # type: ignore[no-any-return]
+
+
+def require_options(
+    what: str, function: Callable[..., Any], options: Mapping[str, Any], *positional: Any, **keywords: Any
+) -> None:
+    """Raise UserError unless a callable accepts the options as keyword arguments, beside the other arguments.
+
+    Args:
+        what: The name of the callable in the error.
+        function: The callable.
+        options: The options that the user gave.
+        positional: The other positional arguments of the call.
+        keywords: The other keyword arguments of the call.
+    """
+    try:
+        inspect.signature(function).bind(*positional, **keywords, **options)
+    except TypeError as error:
+        raise UserError(f"options of {what}: {error}; correct the options, or the callable") from None
+
+
+def require_parameters(what: str, function: Callable[..., Any], *names: str) -> None:
+    """Raise UserError if a callable does not accept as many positional arguments as there are names.
+
+    A built-in callable without a signature is accepted. ``what`` begins the text, and ``names`` are suggested there.
+    """
+    try:
+        inspect.signature(function).bind(*names)
+    except ValueError:
+        pass  # a built-in callable without a signature
+    except TypeError as error:
+        raise UserError(f"{what}: {error}; the callable must accept ({', '.join(names)})") from None
+
+
+def select_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a callable has parameters for, or all arguments if any keyword is accepted."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(arguments)
+    return {name: value for name, value in arguments.items() if name in parameters}
+
+
+def split_spec(spec: str) -> tuple[str, str]:
+    match = SPEC.fullmatch(spec)
+    if match is None:
+        raise UserError(f"{spec!r}: must have the form package.module:callable, such as my_data.flowers:load")
+    return match[1], match[2]
+
+
+def search_working_directory() -> None:
+    """Put the working directory first on ``sys.path``, like ``python -m`` and unlike console scripts.
+
+    If the directory is on ``sys.path`` already, nothing is moved. Import caches are cleared in any case.
+    """
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    importlib.invalidate_caches()
+
+
+def missing_module_error(spec: str, module: str) -> UserError:
+    fix = f"install the module, or start from the directory that contains it (now {Path.cwd()})"
+    return UserError(f"{spec!r}: no module named {module!r}; {fix}")

@@ -1,0 +1,1 @@
+"""Launchers that run ranks on other engines: torch Elastic, Ray and Dask."""
