@@ -97,7 +97,7 @@ def ours(order: dict[str, Any], run: Path, launch: Launch, began: float) -> dict
     if order["what"] == "kill":
         threading.Thread(target=kill_rank_1, args=(run, killed), daemon=True).start()
     try:
-        settings = Settings(progress="off", wandb_mode="disabled")
+        settings = Settings(progress="off", wandb_mode="disabled", restarts=0)
         run_training(hp, Path(order["data"]), run, settings, launch=launch)
     except RankError:
         return {"seconds": time.time() - killed[0]}

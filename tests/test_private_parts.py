@@ -37,7 +37,6 @@ from flyte_ddp.core.loops.in_rank import default_group_timeout, separate_group_s
 from flyte_ddp.core.machine.process import list_helper_pids
 from flyte_ddp.core.parallel import distributed
 from flyte_ddp.export.graphs import NotExportedError, export_recurrent_layers_as_loops, silence_torch
-from flyte_ddp.pods.elastic import publish_address_each_time
 from flytekitplugins.ddp.inputs import share_downloads
 from tasks.command_line import exclude_virtual_environment
 from tasks.flyte import flyte_task
@@ -64,22 +63,6 @@ def group(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_elastics_rendezvous_publishes_rank_0s_address_each_time() -> None:
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-
-    parameters = RendezvousParameters("c10d", "localhost:0", "run", 1, 1, local_addr=HERE, is_host=True)
-    handler = get_rendezvous_handler(parameters)
-    with publish_address_each_time():
-        first, second = (handler.next_rendezvous() for _ in range(2))
-    handler.shutdown()
-    ports = [each.bootstrap_store_info.master_port for each in (first, second)]
-    assert ports[0] != ports[1]
-    for info, port in zip((first, second), ports, strict=True):
-        assert int(info.store.get("MASTER_PORT")) == port, "which is what a pod that comes late waits for"
 
 
 def test_groups_that_meet_by_env_do_so_in_stores_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,25 +191,6 @@ def test_flytekits_downloads_go_through_ours(tmp_path: Path, kind: Any, form: in
     path = Path(os.fspath(value))
     assert (path / "a" if form else path).read_text() == "content"
     assert path.with_name(f".{path.name}.lock").read_bytes() == b"complete"
-
-
-@pytest.mark.filterwarnings("ignore:Configuring shared memory")
-def test_elastics_plugin_calls_what_we_replace() -> None:
-    kfpytorch = pytest.importorskip("flytekitplugins.kfpytorch.task")
-
-    class Task(kfpytorch.PytorchElasticFunctionTask):  # type: ignore[misc, name-defined]
-        def _execute(self, **inputs: Any) -> Any:
-            return "ours", self.task_function, inputs
-
-    def function(x: int) -> int:
-        return x
-
-    def other(x: int) -> int:
-        return x
-
-    task = Task(kfpytorch.Elastic(nnodes=1, nproc_per_node=1), function)
-    task._task_function = other
-    assert task.execute(x=1) == ("ours", other, {"x": 1})
 
 
 @pytest.mark.parametrize("nodes", [1, 2, "2:3"])

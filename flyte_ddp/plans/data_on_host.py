@@ -1,7 +1,6 @@
 """The search for a training's prepared data on a host. Needs no torch."""
 
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -16,16 +15,14 @@ from flyte_ddp.datasets.prepared_folder import read_description
 from flyte_ddp.storage.identity import digest_lines
 
 
-def find_data_on_host(work: Work, fetch_into: Callable[[Path], object] | None = None) -> Work:
+def find_data_on_host(work: Work) -> Work:
     """Return the work with a folder of the prepared data that this host can read.
 
     If the launcher's folder is visible here with the same data, returns ``work`` unchanged. Otherwise uses a folder in
     this host's cache. If this folder lacks the data, deletes the folder, and fetches the data again. One process of the
     host fetches at a time, and others wait without a limit.
 
-    Args:
-        work: The work of the launcher, whose arguments are a TrainingJob.
-        fetch_into: Writes the prepared data into a folder. By default fetches from the data's source.
+    The arguments of ``work`` must be a TrainingJob.
 
     Raises:
         UserError: The fetched data differ from the launcher's data, or cannot be fetched.
@@ -34,25 +31,33 @@ def find_data_on_host(work: Work, fetch_into: Callable[[Path], object] | None = 
     if read_prepared_digest(given.data) == work.identity.data:
         return work
     hp = cast("Hyperparameters", given.plan.hyperparameters)
-    # Named by content, not by source. Prepared data of encoded images refer to addresses, so the addresses count, too.
-    name = work.identity.data
-    if hp.encoded_kind:
-        name = digest_lines([name, hp.dataset, hp.test_dataset])
-    folder = work.settings.cache_folder / "prepared" / name
-    with hold_lock(folder.parent, f"{name}.lock"):
+    folder = cached_data_folder(hp, work.identity.data, work.settings.cache_folder)
+    with hold_lock(folder.parent, f"{folder.name}.lock"):
         if not is_whole(folder) or read_prepared_digest(folder) != work.identity.data:
             shutil.rmtree(folder, ignore_errors=True)  # damaged, or from an older state of the source
-            if fetch_into is None:
-                kinds = {"test_dataset": hp.test_dataset, "sample": hp.sample}
-                fetch(hp.dataset, hp.data_source, folder, **kinds, progress="off")
-            else:
-                fetch_into(folder)
+            kinds = {"test_dataset": hp.test_dataset, "sample": hp.sample}
+            fetch(hp.dataset, hp.data_source, folder, **kinds, progress="off")
     if read_prepared_digest(folder) != work.identity.data:
         raise UserError(
             f"dataset={hp.dataset!r}: the data fetched on this host differ from the launcher's data; give an address "
             "that all hosts share, or run again if the data set has just changed"
         )
     return replace(work, arguments=replace(given, data=folder))
+
+
+def offer_data_on_host(hp: Hyperparameters, data: Path, cache_folder: Path) -> None:
+    """Let ranks of this host use the prepared data in the folder ``data``. Adds a link to this host's cache."""
+    folder = cached_data_folder(hp, read_prepared_digest(data), cache_folder)
+    with hold_lock(folder.parent, f"{folder.name}.lock"):
+        if not folder.exists():
+            folder.unlink(missing_ok=True)  # a link to a folder that was deleted
+            folder.symlink_to(data)
+
+
+def cached_data_folder(hp: Hyperparameters, digest: str, cache_folder: Path) -> Path:
+    # Named by content, not by source. Prepared data of encoded images refer to addresses, so the addresses count, too.
+    name = digest_lines([digest, hp.dataset, hp.test_dataset]) if hp.encoded_kind else digest
+    return cache_folder / "prepared" / name
 
 
 def read_prepared_digest(folder: Path) -> str:

@@ -133,7 +133,7 @@ class CheckpointStore:
         return steps
 
     def download_newest_readable(self, files: list[RunFile], path: Path) -> Checkpoint | None:
-        """Return the newest readable checkpoint, local or of ``files`` (newest first).
+        """Return the newest readable checkpoint of ``files`` (newest first).
 
         Downloads to ``path``. Prints the attempt of the checkpoint, and the faults of unusable checkpoints. Returns
         None without any checkpoint.
@@ -143,12 +143,11 @@ class CheckpointStore:
             UnreachableError: Other attempts replaced the checkpoints during the download, or the blob store has an
                 outage.
         """
-        # Only a pod whose ranks Elastic has restarted has checkpoints in its folder.
-        newest, unreadable = checkpoint.verify_checkpoints(path.parent)
-        reasons = {str(local): reason for local, reason in unreadable.items()}
+        newest: Checkpoint | None = None
+        reasons: dict[str, str] = {}
         replaced = False
         for file in files:
-            if file.kind != SAVED or (newest and (file.step, file.epoch) <= (newest.step, newest.epoch)):
+            if file.kind != SAVED:
                 continue
             try:
                 newest = self.download_checkpoint(file.address, path)
@@ -201,7 +200,7 @@ class CheckpointStore:
         ``step`` is the newest checkpoint's step. Downloads the reason of the last failure.
         """
         attempts: dict[int, dict[str, RunFile]] = defaultdict(dict)
-        # An attempt that Elastic restarted has several starts. The last in the list has the lowest step, and counts.
+        # An attempt whose pods were replaced has several starts. The last in the list has the lowest step, and counts.
         for file in files:
             if file.execution == self.execution and file.attempt < self.attempt and file.kind != SAVED:
                 attempts[file.attempt][file.kind] = file

@@ -1,22 +1,25 @@
-"""Torch Elastic in pods of a PyTorchJob: the order in which pods end, and the replacement of a lost pod."""
+"""Torch Elastic in pods of a PyTorchJob: the pod with the launcher, and the replacement of a lost pod."""
 
 import atexit
 import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from flyte_ddp.core.errors import UnreachableError, print_to_stderr
+from flyte_ddp.core.errors import StoppedError, UnreachableError, print_to_stderr
 from flyte_ddp.core.settings import read_whole_number
 from flyte_ddp.pods.retries import PodTerminated
 
+if TYPE_CHECKING:
+    from flyte_ddp.engines.elastic_node import Node
+
 STORE_VARIABLE = "PET_RDZV_ENDPOINT"  # host:port of Elastic's store, set by the operator in pods of a PyTorchJob
 MEET_VARIABLE = "FLYTE_DDP_MEET_SECONDS"  # how many seconds pods wait for each other
-WORKER_VARIABLE = "TORCHELASTIC_RUN_ID"  # set in Elastic's workers. Equals launch.elastic.RUN_ID, a slow import.
-UPLOAD_SECONDS = 600.0  # for rank 0's pod to upload its outputs
+UPLOAD_SECONDS = 600.0  # for the launcher's pod to upload its outputs
+POLL_SECONDS = 0.5
 
 
 def is_only_pod() -> bool:
@@ -24,40 +27,42 @@ def is_only_pod() -> bool:
     return STORE_VARIABLE not in os.environ
 
 
-def has_rank_0() -> bool:
-    """Return whether this pod has rank 0: the only pod of a job, or the host of Elastic's store."""
-    host, _, _ = os.environ.get(STORE_VARIABLE, "").rpartition(":")
-    return host in ("", socket.gethostname())
+def has_launcher() -> bool:
+    """Return whether this pod of a PyTorchJob is the host of Elastic's store, where the launcher runs."""
+    return os.environ[STORE_VARIABLE].rpartition(":")[0] == socket.gethostname()
 
 
 @contextmanager
-def end_after_rank_0(ended_without_outputs: type[BaseException]) -> Iterator[None]:
-    """If the block raises, let this pod of a PyTorchJob end only after rank 0's pod, which may still upload.
+def join_job(
+    run_id: str, nodes: tuple[int, int], num_workers: int, retries: int, rules: Mapping[str, Any]
+) -> Iterator["Node"]:
+    """Yield this pod's agent of Elastic. If Elastic's store is lost or this pod must end, end this process.
 
-    ``ended_without_outputs`` is the exception by which Elastic's plugin ends pods without outputs. After this
-    exception, or another exception in a pod without rank 0, this process sleeps at its exit for up to 600 s. After
-    SIGTERM, or if Elastic's store is lost, the process exits at once, and the operator starts another pod. Outside a
-    PyTorchJob does nothing.
+    The operator then starts a replacement of the pod, which is not an attempt of the platform.
+
+    Args:
+        run_id: The name of the job.
+        nodes: The smallest and the largest number of pods.
+        num_workers: The number of ranks in this pod.
+        retries: How often this pod's agents start again after a failure.
+        rules: Options of Elastic's rendezvous.
 
     Raises:
         UnreachableError: The pods did not meet within FLYTE_DDP_MEET_SECONDS.
     """
     from torch.distributed import DistError
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
+    from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters, RendezvousTimeoutError
 
-    if is_only_pod():
-        yield
-        return
+    from flyte_ddp.engines.elastic_node import Node, prepare_elastic
+
     store = os.environ[STORE_VARIABLE]
     try:
-        with publish_address_each_time():
-            yield
-    except (ended_without_outputs, PodTerminated) as ended:
-        if isinstance(ended, PodTerminated) or isinstance(ended.__context__, SignalException):
-            exit_for_replacement("this pod must end", 128 + signal.SIGTERM)
-        atexit.register(sleep_until_deleted)  # rank 0 has not uploaded its outputs yet
-        raise
+        with prepare_elastic():
+            parameters = RendezvousParameters("c10d", store, run_id, *nodes, is_host=has_launcher(), **rules)
+            secret = run_id.encode()
+            yield Node(parameters, num_workers, secret=secret, retries=retries, poll_seconds=POLL_SECONDS)
+    except (StoppedError, PodTerminated):
+        exit_for_replacement("this pod must end", 128 + signal.SIGTERM)
     except RendezvousTimeoutError:
         raise UnreachableError(
             f"not all required pods reached {store} within {read_whole_number(MEET_VARIABLE)} s ({MEET_VARIABLE}); "
@@ -65,32 +70,15 @@ def end_after_rank_0(ended_without_outputs: type[BaseException]) -> Iterator[Non
         ) from None
     except (RendezvousError, DistError) as lost:
         exit_for_replacement(f"Elastic's store at {store} is gone ({type(lost).__name__})", 1)
-    except BaseException:
-        if not has_rank_0():
-            atexit.register(sleep_until_deleted)  # rank 0's pod may still upload a checkpoint
-        raise
 
 
-@contextmanager
-def publish_address_each_time() -> Iterator[None]:
-    """Make rank 0 publish its address at each rendezvous in the block, for pods that replace a lost pod.
+def run_ranks_until_end(node: "Node") -> None:
+    """Run this pod's ranks until the job is over. The launcher is in another pod.
 
-    Without this, torch's handler publishes the address at the first rendezvous only. The handler is patched for the
-    whole process.
+    Afterwards, this process sleeps at its exit for up to 600 s, because the launcher's pod may still upload outputs.
     """
-    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler as Handler
-
-    original = Handler.next_rendezvous
-
-    def next_rendezvous(handler: Handler) -> Any:
-        handler._bootstrap_store_info = None
-        return original(handler)
-
-    Handler.next_rendezvous = next_rendezvous  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        Handler.next_rendezvous = original  # type: ignore[method-assign]
+    atexit.register(sleep_until_deleted)
+    node.run()
 
 
 def exit_for_replacement(reason: str, code: int) -> NoReturn:
@@ -100,6 +88,6 @@ def exit_for_replacement(reason: str, code: int) -> NoReturn:
 
 
 def sleep_until_deleted() -> None:
-    """Sleep for 600 s while rank 0's pod uploads. SIGTERM ends this process with code 0."""
+    """Sleep for 600 s while the launcher's pod uploads. SIGTERM ends this process with code 0."""
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     time.sleep(UPLOAD_SECONDS)

@@ -1,13 +1,11 @@
 """Publish the console's page of a task that runs ranks, and update the page while the task runs."""
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from flyte_ddp.core.runs.run_folder import REPORT, UNFINISHED
-from flyte_ddp.pods.elastic import WORKER_VARIABLE, has_rank_0
 from flyte_ddp.pods.platforms import Platform, is_in_pod
 from flyte_ddp.pods.retries import start_thread_in_context
 
@@ -26,11 +24,10 @@ def publish_page_while_running(
 ) -> Iterator[None]:
     """Publish a pod's page ``title`` every 30 s during the block, and at the end of the block.
 
-    Does nothing locally. Among Elastic's pods, only the pod with rank 0 publishes, and workers never do. A thread calls
-    ``render``. Until ``render`` returns a page, ``placeholder`` is published. Errors are ignored. At the end, waits up
-    to 10 s for the last page.
+    Does nothing locally. A thread calls ``render``. Until ``render`` returns a page, ``placeholder`` is published.
+    Errors are ignored. At the end, waits up to 10 s for the last page.
     """
-    if not is_in_pod() or not has_rank_0() or WORKER_VARIABLE in os.environ:
+    if not is_in_pod():
         yield
         return
     ended, failure = threading.Event(), ""

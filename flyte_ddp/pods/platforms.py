@@ -10,11 +10,11 @@ import re
 import socket
 import tempfile
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Protocol
 
 EXECUTION_ID = "FLYTE_INTERNAL_EXECUTION_ID"
-POD_FOLDER = "FLYTE_DDP_POD_FOLDER"  # folder of a pod's task; its child processes inherit the variable
 NO_SCHEDULE = datetime(1970, 1, 1, tzinfo=UTC)  # kickoff time of an execution that no schedule started
 
 
@@ -42,11 +42,10 @@ def is_in_pod() -> bool:
     return EXECUTION_ID in os.environ
 
 
+@cache
 def pod_folder() -> Path:
-    """Return the folder for files of this pod's task and of child processes. The first call makes the folder."""
-    if POD_FOLDER not in os.environ:
-        os.environ[POD_FOLDER] = tempfile.mkdtemp(prefix="flyte-ddp-")
-    return Path(os.environ[POD_FOLDER])
+    """Return the folder for files of this pod's task. The first call makes the folder."""
+    return Path(tempfile.mkdtemp(prefix="flyte-ddp-"))
 
 
 def execution_names() -> tuple[str, str, str]:

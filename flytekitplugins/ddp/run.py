@@ -25,15 +25,14 @@ from flyte_ddp.run_function import disable_wandb_without_key, print_how_to_resum
 from flytekitplugins.ddp.flyte import PLATFORM
 from flytekitplugins.ddp.resources import ENGINE_RETRIES
 
-# Actions to run when flytekit has written the outputs. A worker of Elastic drops them, because its pod runs them.
+# Actions to run when flytekit has written the outputs.
 when_written: ContextVar[list[Callable[[], None]] | None] = ContextVar("when_written", default=None)
 
 
 def do_when_written(action: Callable[[], None]) -> None:
     """Call ``action`` when flytekit has written the outputs.
 
-    If no RanksTask waits for this, as in a map task, calls ``action`` at once. In a worker of Elastic, drops
-    ``action``.
+    If no RanksTask waits for this, as in a map task, calls ``action`` at once.
     """
     waiting = when_written.get()
     if waiting is None:

@@ -43,7 +43,7 @@ def state_of_process() -> dict[str, object]:
         "limit": distributed_c10d.default_pg_timeout,
         "group": dist.is_initialized(),
         "rank": current_rank._current,
-        "logs": [logging.getLogger(f"torch.{name}").level for name in ("distributed.elastic", "multiprocessing.spawn")],
+        "logs": logging.getLogger("torch.distributed.elastic").level,
     }
 
 

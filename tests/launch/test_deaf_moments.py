@@ -5,7 +5,7 @@ import pickle
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -18,12 +18,11 @@ from kept_checkpoints import IDENTITY
 from processes import wait_until
 
 from flyte_ddp.core.errors import OutOfMemoryError, StoppedError, UserError
-from flyte_ddp.core.launch.remote import connection, proxy, rendezvous
-from flyte_ddp.core.launch.remote.connection import JoinTicket, WorkerConnection
+from flyte_ddp.core.launch.remote import proxy, rendezvous
+from flyte_ddp.core.launch.remote.connection import WorkerConnection
 from flyte_ddp.core.launch.remote.rendezvous import RemoteHandle
 from flyte_ddp.core.launch.supervise import supervisor
 from flyte_ddp.core.launch.supervise.failures import find_root_cause
-from flyte_ddp.core.launch.supervise.link import RankInfo
 from flyte_ddp.core.launch.supervise.rank_handle import ProcessHandle
 from flyte_ddp.core.launch.supervise.report import make_failure_report
 from flyte_ddp.core.launch.supervise.stopping import StopRequest
@@ -86,15 +85,12 @@ def refuse() -> ProcessHandle:
 class Agent:
     """An agent's half of a connection to a launcher, in this process, and its rank's pipe."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.pipe, self.launcher = Pipe()
         from_rank, self.rank = Pipe()
         stacks, _ = Pipe(duplex=False)
         process: Any = SimpleNamespace(sentinel=None, pid=os.getpid(), exitcode=None, kill=lambda: None)
-        self.handle, self.folder = ProcessHandle(0, process, from_rank, stacks), folder
-        self.ticket = JoinTicket(RankInfo(0, 1, 0), (), 0, b"", folder / "launcher", "mark")
-        monkeypatch.setattr(connection, "connect_to_launcher", lambda *_: self.pipe)
-        monkeypatch.setattr(connection, "open_local_folder", lambda _: nullcontext(folder))
+        self.handle = ProcessHandle(0, process, from_rank, stacks)
 
     @contextmanager
     def talking(self, conversation: Callable[[], object]) -> Iterator[None]:
@@ -114,9 +110,9 @@ class Agent:
         raise TimeoutError(kind)
 
 
-def test_a_signal_to_an_agent_is_passed_on_while_its_rank_starts(tmp_path, monkeypatch) -> None:
+def test_a_signal_to_an_agent_is_passed_on_while_its_rank_starts(tmp_path: Path) -> None:
     """A host is prepared for minutes, such as by a download of data; a pod has half a minute after SIGTERM."""
-    agent = Agent(tmp_path, monkeypatch)
+    agent = Agent()
     checkpoint = Checkpoint(1, 7, (), 0.0, IDENTITY, tmp_path / "a.ckpt", b"")
 
     def talk() -> None:
@@ -132,12 +128,12 @@ def test_a_signal_to_an_agent_is_passed_on_while_its_rank_starts(tmp_path, monke
 
     before = signal.getsignal(signal.SIGTERM)
     with agent.talking(talk):
-        assert proxy.proxy_rank(agent.handle, agent.ticket, refuse)
+        assert proxy.proxy_rank(agent.handle, agent.pipe, tmp_path, refuse) is None
 
 
-def test_an_agents_own_failure_is_reported_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agents_own_failure_is_reported_as_such(tmp_path: Path) -> None:
     """Not as a host that is lost, which would be tried again."""
-    agent = Agent(tmp_path, monkeypatch)
+    agent = Agent()
     (tmp_path / "checkpoints").write_text("in the way")
     agent.launcher.send({"kind": "file", "name": "checkpoints/a.ckpt", "offset": 0, "data": b"", "last": True})
 
@@ -149,7 +145,7 @@ def test_an_agents_own_failure_is_reported_as_such(tmp_path: Path, monkeypatch: 
         agent.launcher.send({"kind": "over", "error": None})
 
     with agent.talking(talk):
-        assert proxy.proxy_rank(agent.handle, agent.ticket, refuse), "which ends the agent without a failure of its own"
+        assert proxy.proxy_rank(agent.handle, agent.pipe, tmp_path, refuse) is None, "the agent itself has not failed"
 
 
 def test_an_exit_code_that_comes_instead_of_a_stack_is_not_lost(tmp_path, monkeypatch) -> None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from flyte_ddp.core.errors import CollectiveError, CollectiveTimeoutError, PeerGoneError, UserError
-from flyte_ddp.core.launch.remote import elastic_link
 from flyte_ddp.core.launch.supervise.failures import find_first_failure
 from flyte_ddp.core.launch.supervise.link import Link
 from flyte_ddp.core.launch.supervise.rank_handle import RankHandle
@@ -30,28 +29,6 @@ def make_pipe() -> Connection:
     ours, theirs = Pipe()
     OPEN.append(ours)
     return theirs
-
-
-def test_a_rank_of_elastics_whose_rank_0_is_gone_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not that its own connection is broken: a retry would save the job."""
-    monkeypatch.setattr(elastic_link, "NOTICE_SECONDS", 0.0)
-    ours, theirs = Pipe()
-    link = elastic_link.WorkerLink(theirs, rank=1, resumed_step=0)
-    ours.close()
-    error = CollectiveError("Connection closed by peer")
-    link.report_error(error)
-    link.send("exit", code=1)
-    outcome = link.wait_for_outcome(error)
-    assert str(outcome).startswith("lost the connection to rank 0; see the log of")
-    assert outcome.recoverable
-
-
-def test_a_rank_of_elastics_that_hears_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its host is cut off from rank 0's, which neither has noticed yet."""
-    monkeypatch.setattr(elastic_link, "OUTCOME_SECONDS", 0.0)
-    link, own = elastic_link.WorkerLink(make_pipe(), rank=1, resumed_step=0), ArithmeticError("its own")
-    assert link.wait_for_outcome(own) is own
-    assert link.wait_for_outcome(CollectiveTimeoutError("rank 0 did not come")).recoverable
 
 
 def test_rank_0_that_does_not_come_is_not_waited_for_without_end() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from kept_checkpoints import IDENTITY
+from torch.distributed import HashStore
 from traps import MakesFolder
 
 from flyte_ddp.core.errors import OutOfMemoryError, RankError, RankLostError, StoppedError, UserError
@@ -29,11 +30,11 @@ from flyte_ddp.core.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.core.launch.supervise.report import make_failure_report
 from flyte_ddp.core.launch.supervise.stopping import StopRequest
 from flyte_ddp.core.launch.supervise.supervisor import wait_and_handle_messages
-from flyte_ddp.core.machine.resources import Request
+from flyte_ddp.core.machine.resources import Request, World
 from flyte_ddp.core.runs.checkpoint import Checkpoint
 from flyte_ddp.core.runs.work import Work
 from flyte_ddp.core.settings import Settings
-from flyte_ddp.engines import elastic
+from flyte_ddp.engines import elastic_node
 
 
 @dataclass
@@ -46,10 +47,14 @@ class Meeting:
     def gather(self, num_ranks: int, stop: StopRequest | None = None) -> list[RankHandle]:
         """The ranks that came, closed in the end."""
         group: list[RankHandle] = []
-        self.rendezvous.gather_agents(group, num_ranks, stop or StopRequest(), lambda: None)
+        self.expect(num_ranks)
+        self.rendezvous.gather_agents(group, stop or StopRequest(), lambda: None)
         for handle in group:
             self.connections.callback(handle.pipe.close)
         return group
+
+    def expect(self, num_ranks: int) -> None:
+        self.rendezvous.work = replace(self.rendezvous.work, world=World(num_ranks))
 
     def agent(self, rank: int, folder: Path | None = None) -> Connection:
         """Comes as an agent does; returns when it has said who it is."""
@@ -186,7 +191,8 @@ def test_of_two_agents_of_one_rank_the_later_counts(meeting: Meeting) -> None:
         meeting.agent(0)
 
     came = start_thread(three_come)
-    meeting.rendezvous.gather_agents(group, 2, StopRequest(), lambda: one_is_in.set() if group else None)
+    meeting.expect(2)
+    meeting.rendezvous.gather_agents(group, StopRequest(), lambda: one_is_in.set() if group else None)
     assert [handle.rank for handle in group] == [0, 1]
     came.join()
     assert gone == [True]
@@ -273,7 +279,7 @@ def test_which_rank_failed_first_is_not_told_by_its_hosts_clock(tmp_path: Path, 
 def test_of_a_rank_that_is_lost_on_the_launchers_host_memory_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, host: str, expected: type[RankError]
 ) -> None:
-    """Of Elastic's ranks no agent says how they have ended; another host's memory is not known."""
+    """An agent that was killed with its rank cannot say how; another host's memory is not known."""
     counted = [3]
     monkeypatch.setattr(rank_handle, "count_out_of_memory_kills", lambda: counted[0])
     pipe, theirs = Pipe()
@@ -286,17 +292,23 @@ def test_of_a_rank_that_is_lost_on_the_launchers_host_memory_is_named(
     pipe.close()
 
 
-def test_a_ticket_holds_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is another rendezvous's key the same, or that of a run whose user has given it a secret."""
-    monkeypatch.setenv("MASTER_ADDR", "host")
-    monkeypatch.setenv(elastic.RUN_ID, "run")
-    info = RankInfo(1, 2, 0)
+def test_a_ticket_in_elastics_store_holds_no_key(tmp_path: Path) -> None:
+    """Nor is another rendezvous's key the same, or that of another secret. The launcher's host has rank 0."""
+    worker = RankInfo(1, 2, local_rank=0)
+    work = Work("function", None, Request(2), tmp_path, IDENTITY, Settings(), world=World(2, "cpu"))
 
-    def key(mark: str = "mark") -> bytes:
-        found = elastic.read_ticket(f'[["10.0.0.1"], 1, "/run", "{mark}"]'.encode(), info)
-        assert found == JoinTicket(info, ("host", "10.0.0.1"), 1, found.key, Path("/run"), mark)
-        return found.key
+    def key(store: HashStore, secret: bytes = b"run") -> bytes:
+        ticket = elastic_node.find_ticket(store, worker, secret, "host")
+        mark = ticket.visibility_file
+        info = RankInfo(0, 2, 0, "function", "cpu")
+        assert ticket == JoinTicket(info, ("host", "127.0.0.1"), ticket.port, ticket.key, tmp_path, mark)
+        assert ticket.key.hex() not in store.get(elastic_node.TICKET).decode()
+        return ticket.key
 
-    keys = [key(), key("other")]
-    monkeypatch.setenv(elastic.KEY_VARIABLE, "secret")
-    assert len({*keys, key()}) == 3
+    stores = [HashStore(), HashStore()]
+    for store in stores:
+        assert elastic_node.find_ticket(store, worker, b"run") is None
+        with open_rendezvous(work, "127.0.0.1", secret=b"run") as opened:
+            elastic_node.publish_ticket(store, opened, first_rank=1)
+            assert key(store) == opened.key
+    assert len({*map(key, stores), key(stores[0], b"secret")}) == 3

@@ -15,7 +15,6 @@ from engines import AGENTS, DASK, ELASTIC, RAY, SPAWN, Launch
 from faulty_runs import INTRODUCED as HP
 from faulty_runs import equal
 from kept_checkpoints import IDENTITY
-from torch.distributed.elastic.rendezvous import registry
 from training_runs import losses, records_of
 from trials import Trial, starts
 
@@ -27,7 +26,6 @@ from flyte_ddp.core.launch.remote.rendezvous import rewind_work
 from flyte_ddp.core.launch.supervise.fork_server import SERVER
 from flyte_ddp.core.launch.supervise.restarts import Restarts, run_with_restarts
 from flyte_ddp.core.launch.supervise.stopping import StopRequest
-from flyte_ddp.core.machine import process
 from flyte_ddp.core.machine.resources import Request
 from flyte_ddp.core.runs import checkpoint
 from flyte_ddp.core.runs.checkpoint import Checkpoint
@@ -37,7 +35,7 @@ from flyte_ddp.core.runs.work import Work
 from flyte_ddp.core.settings import Settings
 from flyte_ddp.core.text.json_lines import format_record, parse_records
 from flyte_ddp.core.training.recording import complete_metrics
-from flyte_ddp.engines import elastic
+from flyte_ddp.engines import elastic, elastic_node
 from flyte_ddp.run import Result
 
 
@@ -236,21 +234,15 @@ def test_a_stop_that_comes_between_two_starts_is_obeyed(work: Work) -> None:
     assert caught.value.step == 7
 
 
-@pytest.mark.parametrize(
-    "moment",
-    [(process, "count_out_of_memory_kills"), (registry, "get_rendezvous_handler")],
-    ids=["before Elastic", "in Elastic"],
-)
-def test_a_stop_while_elastic_has_no_handlers_yet_is_obeyed(moment, work: Work, monkeypatch) -> None:
-    owner, name = moment
-    function = getattr(owner, name)
+def test_a_stop_while_elastic_starts_is_obeyed(work: Work, monkeypatch) -> None:
+    connect = elastic_node.get_rendezvous_handler
 
     def be_stopped(*args: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
-        return function(*args)
+        return connect(*args)
 
     save(work, 7)
-    monkeypatch.setattr(owner, name, be_stopped)
+    monkeypatch.setattr(elastic_node, "get_rendezvous_handler", be_stopped)
     with pytest.raises(StoppedError) as caught:
         elastic.launch(replace(work, request=Request(2, "gloo")))
     assert caught.value.step == 7

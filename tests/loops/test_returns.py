@@ -12,13 +12,13 @@ import own_functions
 import pytest
 import torch
 from cli import HELPERS
-from engines import DASK, ELASTIC, SPAWN, Launch, Run, on
+from engines import DASK, SPAWN, Launch, Run, on
 
 from flyte_ddp import RankError
 
 
 @pytest.mark.slow
-@on(SPAWN, without=[DASK, ELASTIC])  # Dask's agents are those of AGENTS; Elastic has torchrun's own
+@on(SPAWN, without=[DASK])  # whose agents are those of AGENTS
 def test_ranks_find_their_place_and_torchruns_variables(launch: Launch, run: Run) -> None:
     found = run(own_functions.describe_place, launch=launch)
     assert [each["place"] for each in found] == [(0, 2, 0, "cpu"), (1, 2, 1, "cpu")]

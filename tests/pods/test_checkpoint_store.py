@@ -52,16 +52,6 @@ def test_a_newer_checkpoint_is_not_sent_by_an_older_ones_name(store: CheckpointS
     assert begun(store, tmp_path / "0") == 5
 
 
-@pytest.mark.parametrize(("here", "elsewhere"), [(5, 7), (9, 7)])
-def test_ranks_that_an_engine_restarts_resume_from_the_newest_of_folder_and_store(
-    store: CheckpointStore, tmp_path: Path, here: int, elsewhere: int
-) -> None:
-    store.upload_checkpoint(write(tmp_path / "elsewhere/a.ckpt", elsewhere))
-    for name in SLOTS:
-        write(tmp_path / "here" / name, here)
-    assert begun(store, tmp_path / "here") == max(here, elsewhere)
-
-
 def test_a_new_execution_resumes_where_one_without_a_result_stopped(
     store: CheckpointStore, base: Path, tmp_path: Path
 ) -> None:

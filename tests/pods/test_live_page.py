@@ -10,7 +10,6 @@ import pytest
 from processes import wait_until
 from report_page import Page, records, write_run
 
-from flyte_ddp.pods import elastic as pods_elastic
 from flyte_ddp.pods import live_page
 from flyte_ddp.pods.live_page import publish_function_page, publish_page_while_running, publish_report_while_training
 from flyte_ddp.pods.platforms import EXECUTION_ID, Platform
@@ -38,16 +37,6 @@ def console(monkeypatch: pytest.MonkeyPatch) -> Console:
     monkeypatch.setenv(EXECUTION_ID, "one")
     monkeypatch.setattr(live_page, "PAGE_SECONDS", 0.01)
     return Console()
-
-
-@pytest.mark.parametrize("variable", [pods_elastic.STORE_VARIABLE, pods_elastic.WORKER_VARIABLE])
-def test_of_elastics_processes_only_the_pod_of_rank_0_publishes(
-    console: Console, monkeypatch: pytest.MonkeyPatch, variable: str
-) -> None:
-    monkeypatch.setenv(variable, "another-pod:29400")
-    with publish_page_while_running(console, lambda *_: "<p>so far</p>"):
-        pass
-    assert not console.pages
 
 
 def test_pages_are_published_while_the_block_runs_and_at_its_end(console: Console) -> None:

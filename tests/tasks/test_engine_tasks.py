@@ -3,6 +3,7 @@
 The files in ``recorded`` are what Flyte 1.16.8 made of these specs on a cluster with the pod template of deploy/.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,21 @@ import yaml
 from cli import ROOT, train
 from flytekit.types.directory import FlyteDirectory
 from google.protobuf.json_format import MessageToDict
+from kept_checkpoints import IDENTITY
 from packaged import Package
 from training_runs import QUIET
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.machine.resources import Request
+from flyte_ddp.core.runs.work import Work
+from flyte_ddp.core.settings import read_settings
+from flyte_ddp.core.training.plan import TrainingJob
+from flyte_ddp.plans.data_on_host import find_data_on_host, read_prepared_digest
+from flyte_ddp.plans.resolve import resolve
 from flyte_ddp.pods.profiles import ENGINES, PROFILES, Size, parse_quantity, size_of_part
 from flyte_ddp.run import run_training
 from flytekitplugins.ddp import dask, ray
-from tasks.elastic_training import download_data
+from tasks.elastic_training import offer_data_to_ranks
 
 TEMPLATE = yaml.safe_load((ROOT / "deploy/pod-template.yaml").read_text())["template"]["spec"]
 
@@ -176,10 +184,15 @@ def test_pyflyte_run_trains_the_same_model(digits: Path, tmp_path: Path) -> None
     assert found.read_bytes() == run_training(Hyperparameters(**hp), digits, tmp_path / "run", QUIET).model.read_bytes()
 
 
-def test_hosts_without_rank_0_get_the_prepared_data_from_the_blob_store(digits: Path, tmp_path: Path) -> None:
-    data = FlyteDirectory("nowhere")
-    data._remote_source = f"file://{digits}"  # as of an input of a task
-    fetched = tmp_path / "cache/digits"
-    download_data(data, fetched)
-    files = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in (fetched, digits)]
-    assert files[0] == files[1]
+def test_pods_without_the_launcher_get_the_prepared_data_from_the_blob_store(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their ranks do not look at the data's source."""
+    monkeypatch.setenv("FLYTE_DDP_CACHE", str(tmp_path / "cache"))
+    hp = Hyperparameters()
+    for _ in range(2):  # also if the container starts again
+        offer_data_to_ranks(hp, FlyteDirectory(str(digits)))
+    identity = replace(IDENTITY, data=read_prepared_digest(digits))
+    job = TrainingJob(resolve(hp), Path("/nowhere"))
+    found = find_data_on_host(Work("", job, Request(1), tmp_path, identity, read_settings())).arguments.data
+    assert found.resolve() == digits.resolve()

@@ -41,7 +41,6 @@ def test_what_the_pods_of_training_cannot_serve_is_refused(
     """By the task's function in the surroundings of a pod."""
     for name, value in {
         "FLYTE_INTERNAL_EXECUTION_ID": "f1",
-        "FLYTE_DDP_POD_FOLDER": str(tmp_path),
         "FLYTE_DDP_PROFILE": profile,
         "FLYTE_DDP_GPUS": str(PROFILES[profile].gpus),
         "FLYTE_DDP_NODES": nodes,

@@ -6,16 +6,20 @@ separate process, because Dask's workers may not have children, and handle no si
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from flyte_ddp.core.errors import UnreachableError
 from flyte_ddp.core.launch.remote.sources import unpack_sources
 from flyte_ddp.core.launch.supervise.fork_server import open_starter
+from flyte_ddp.core.launch.supervise.link import RankInfo
 from flyte_ddp.core.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.core.launch.supervise.supervisor import end_ranks
-from flyte_ddp.core.machine.process import become_subreaper, kill_descendants
+from flyte_ddp.core.machine.process import become_subreaper, ignore_signals, kill_descendants
 
 
 class RankEndedError(RuntimeError):
@@ -36,15 +40,26 @@ def run_agent(stdin: bytes, sources: bytes = b"", parent_folder: str = "") -> No
     Raises:
         RankEndedError: The agent failed.
     """
-    with unpack_sources(sources, parent_folder) as (folder, path):
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [*path, *sys.path]))}
-        command = [sys.executable, "-m", "flyte_ddp.core.launch.remote.agent"]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, cwd=folder) as process:
-            assert process.stdin is not None
-            process.stdin.write(stdin)
-            process.stdin.flush()  # stdin stays open, because its end shows the agent that this process has ended
-            if process.wait():
-                raise RankEndedError("the rank failed")
+    with unpack_sources(sources, parent_folder) as (folder, path), start_agent(stdin, path, folder) as process:
+        if process.wait():
+            raise RankEndedError("the rank failed")
+
+
+def start_agent(stdin: bytes, path: Sequence[str] = (), folder: str | None = None) -> subprocess.Popen[bytes]:
+    """Start an agent process on this host, and return the process. The end of this process ends the agent.
+
+    Args:
+        stdin: The bytes of ``JoinTicket.to_stdin()``.
+        path: Folders that the agent has first on ``sys.path``, before the folders of this process.
+        folder: The agent's working directory (None: this process's).
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [*path, *sys.path]))}
+    command = [sys.executable, "-m", "flyte_ddp.core.launch.remote.agent"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, cwd=folder)
+    assert process.stdin is not None
+    process.stdin.write(stdin)
+    process.stdin.flush()  # stdin stays open, because its end shows the agent that this process has ended
+    return process
 
 
 def agent_start_error(who: str, error: BaseException) -> UnreachableError:
@@ -55,11 +70,33 @@ def agent_start_error(who: str, error: BaseException) -> UnreachableError:
 def main() -> None:
     """Start a rank, and relay its messages until the run is over. Then exit.
 
-    The exit code is 0, or 1 if the launcher is lost before. Kills the processes that the rank has left. If stdin ends
-    meanwhile, kills the rank and exits with 1.
+    The exit code is 0 if the run is over, also after an error or if no process listens at the launcher's port any more.
+    The code is 1 if the launcher cannot be reached, or is lost. Kills the processes that the rank has left. If stdin
+    ends meanwhile, kills the rank and exits with 1.
     """
     become_subreaper()  # orphans of the rank become children of this process, which can then kill them
     info = pickle.load(sys.stdin.buffer)
+    with open_restarter(info) as start_rank:
+        try:
+            first = start_rank()  # imports torch while this process gets the work
+            from flyte_ddp.core.launch.remote.proxy import join_run
+
+            ticket = pickle.load(sys.stdin.buffer)
+            threading.Thread(target=exit_with_parent, name="parent", daemon=True).start()
+            code = 0 if join_run(first, ticket, start_rank) else 1
+        finally:
+            ignore_signals((signal.SIGTERM,))  # by which Elastic may end an agent that is ending
+            kill_descendants()  # the rank, too, whose pipes stay open while a descendant of the rank lives
+    sys.exit(code)
+
+
+@contextmanager
+def open_restarter(info: RankInfo) -> Iterator[Callable[[], RankHandle]]:
+    """Yield a function that starts the rank, and kills the rank of the call before.
+
+    The rank must have ended before the end of the block. On Linux, the end of the block waits up to 10 s for the rank
+    server, and then kills the server.
+    """
     group: list[RankHandle] = []
 
     def start_rank() -> RankHandle:
@@ -69,16 +106,7 @@ def main() -> None:
         return group[0]
 
     with open_starter() as start_ranks:
-        try:
-            first = start_rank()  # imports torch while this process gets the work
-            from flyte_ddp.core.launch.remote.proxy import proxy_rank
-
-            ticket = pickle.load(sys.stdin.buffer)
-            threading.Thread(target=exit_with_parent, name="parent", daemon=True).start()
-            code = 0 if proxy_rank(first, ticket, start_rank) else 1
-        finally:
-            kill_descendants()  # the rank, too, whose pipes stay open while a descendant of the rank lives
-    sys.exit(code)
+        yield start_rank
 
 
 def exit_with_parent() -> None:

@@ -15,6 +15,8 @@ from flyte_ddp.core.launch.supervise.report import make_failure_report
 from flyte_ddp.core.launch.supervise.stopping import call_on_signals
 from flyte_ddp.core.machine.process import stop_signals
 
+Outcome = BaseException | None  # of a run: its error, or None if the run has completed
+
 
 class LauncherGoneError(ConnectionError):
     """The connection to the launcher has ended before the run was over."""
@@ -32,11 +34,8 @@ def detect_lost_launcher() -> Iterator[None]:
         raise LauncherGoneError from error
 
 
-def proxy_rank(handle: RankHandle, ticket: connection.JoinTicket, start_rank: Callable[[], RankHandle]) -> bool:
-    """Connect to the launcher, and relay messages between the launcher and the rank until the run is over.
-
-    When the launcher requests a restart, ``start_rank`` starts the rank again. Meanwhile SIGTERM and Ctrl-C request a
-    stop from the launcher. ``handle`` is the rank, which already runs.
+def join_run(handle: RankHandle, ticket: connection.JoinTicket, start_rank: Callable[[], RankHandle]) -> bool:
+    """Connect to the launcher, and relay messages as :func:`proxy_rank` does.
 
     Returns:
         True if the run is over, also if no process listens at the launcher's port any more. False if the launcher
@@ -47,35 +46,54 @@ def proxy_rank(handle: RankHandle, ticket: connection.JoinTicket, start_rank: Ca
             pipe = connection.connect_to_launcher(ticket, folder)
         except (EOFError, OSError, AuthenticationError) as error:  # another program may have the port by now
             return isinstance(error, ConnectionRefusedError)  # no process listens any more, so the run is over
-        sending = threading.Lock()
-
-        def send(message: dict[str, Any]) -> None:
-            with sending, detect_lost_launcher():
-                pipe.send(message)
-
-        def request_stop() -> None:
-            with suppress(LauncherGoneError):
-                send({"kind": "stop"})
-
-        with closing(pipe), call_on_signals(stop_signals(), request_stop):
-            try:
-                while not relay_until_over(handle, folder, pipe, send):
-                    handle = start_rank()
-            except connection.RunOverError:
-                pass
-            except LauncherGoneError:
-                return False
-            return True
+        try:
+            proxy_rank(handle, pipe, folder, start_rank)
+        except LauncherGoneError:
+            return False
+        return True
 
 
-def relay_until_over(handle: RankHandle, folder: Path, pipe: Connection, send: Send) -> bool:
-    """Receive the rank's work, and relay messages until the run is over or the rank must start again.
+def proxy_rank(handle: RankHandle, pipe: Connection, folder: Path, start_rank: Callable[[], RankHandle]) -> Outcome:
+    """Relay messages between the launcher and the rank until the run is over, and return the run's error.
 
-    Returns True if the run is over, and False if the rank must start again. After an error of this host, kills the
-    rank, reports the error as the rank's error, and waits for the launcher.
+    When the launcher requests a restart, ``start_rank`` starts the rank again. Meanwhile SIGTERM and Ctrl-C request a
+    stop from the launcher. At the end closes the pipe. Returns None if the run has completed.
+
+    Args:
+        handle: The rank, which already runs.
+        pipe: The connection to the launcher, from :func:`connection.connect_to_launcher`.
+        folder: This host's folder for the files of the run.
+        start_rank: Kills the rank, and starts the rank again.
 
     Raises:
-        RunOverError: The run is over before the work comes.
+        LauncherGoneError: The launcher is lost.
+    """
+    sending = threading.Lock()
+
+    def send(message: dict[str, Any]) -> None:
+        with sending, detect_lost_launcher():
+            pipe.send(message)
+
+    def request_stop() -> None:
+        with suppress(LauncherGoneError):
+            send({"kind": "stop"})
+
+    with closing(pipe), call_on_signals(stop_signals(), request_stop):
+        try:
+            while True:
+                relay_until_restart(handle, folder, pipe, send)
+                handle = start_rank()
+        except connection.RunOverError as over:
+            return over.outcome
+
+
+def relay_until_restart(handle: RankHandle, folder: Path, pipe: Connection, send: Send) -> None:
+    """Receive the rank's work, and relay messages until the rank must start again.
+
+    After an error of this host, kills the rank, reports the error as the rank's error, and waits for the launcher.
+
+    Raises:
+        RunOverError: The run is over, and the rank has ended or has not got its work.
         LauncherGoneError: The launcher is lost.
     """
     try:
@@ -90,23 +108,28 @@ def relay_until_over(handle: RankHandle, folder: Path, pipe: Connection, send: S
         handle.kill()
         send({"kind": "error", "report": make_failure_report(error)})
         send({"kind": "exit", "code": 1})
-        over = False
+        over = None
     with detect_lost_launcher():
-        while not over:
-            kind = pipe.recv()["kind"]
-            if kind == "restart":
-                return False
-            over = kind == "over"
-    return True
+        while over is None:
+            if (message := pipe.recv())["kind"] == "restart":
+                return
+            over = find_end(message)
+    raise over
 
 
-def relay_messages(handle: RankHandle, pipe: Connection, send: Send, folder: Path | None) -> bool:
-    """Relay messages until the rank exits, and return whether the launcher has sent "over".
+def find_end(message: dict[str, Any]) -> connection.RunOverError | None:
+    return connection.RunOverError(message["error"]) if message["kind"] == "over" else None
+
+
+def relay_messages(
+    handle: RankHandle, pipe: Connection, send: Send, folder: Path | None
+) -> connection.RunOverError | None:
+    """Relay messages until the rank exits, and return the end of the run if it came before.
 
     ``folder`` is this host's folder of the run, or None if the launcher sees the folder. For rank 0, and for a rank
     that saves in its place, also sends changed files of the folder. Raises LauncherGoneError if the launcher is lost.
     """
-    over = False
+    over: connection.RunOverError | None = None
     files = FileSender(folder, send) if folder is not None and handle.rank == 0 else None
 
     def send_from_rank(message: dict[str, Any]) -> None:
@@ -127,7 +150,7 @@ def relay_messages(handle: RankHandle, pipe: Connection, send: Send, folder: Pat
         if pipe in ready:
             with detect_lost_launcher():
                 message = pipe.recv()
-            over = over or message["kind"] == "over"
+            over = over or find_end(message)
             if message["kind"] == "stand_in" and folder is not None:
                 files = FileSender(folder, send)
             hand_to_rank(message, handle, send)

@@ -11,13 +11,14 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from flyte_ddp.core import results
-from flyte_ddp.core.errors import RankError, UnreachableError, UserError, print_to_stderr
+from flyte_ddp.core.errors import RankError, StoppedError, UnreachableError, UserError, print_to_stderr
 from flyte_ddp.core.launch.remote.connection import WAIT_SECONDS, JoinTicket, WorkerConnection, accept_agents
 from flyte_ddp.core.launch.remote.file_sync import read_file_as_messages, write_piece
 from flyte_ddp.core.launch.supervise.link import RankInfo
@@ -35,9 +36,21 @@ END_SECONDS = 10.0  # for a killed rank's exit code to come, or for agents to en
 STACK_SECONDS = 3.0  # for a stack to come; longer than the agent itself waits
 
 
+class Replacement(Enum):
+    """The agents that an engine starts when an agent is lost."""
+
+    EACH = "the lost agent"
+    ALL = "all agents, perhaps another number of them"
+    NONE = "no agent"
+
+
 @contextmanager
 def open_rendezvous(
-    work: Work, *hosts: str, listen: str | None = None, secret: bytes | None = None, only_once: bool = False
+    work: Work,
+    *hosts: str,
+    listen: str | None = None,
+    secret: bytes | None = None,
+    replacement: Replacement = Replacement.EACH,
 ) -> Iterator[Rendezvous]:
     """Open a free TCP port for agents during the block, and yield the Rendezvous that gathers agents.
 
@@ -48,7 +61,7 @@ def open_rendezvous(
         hosts: The addresses of this process.
         listen: The address to listen at ("": all addresses, None: the first of ``hosts``).
         secret: The secret from which the run's key is derived (None: random).
-        only_once: Whether a failure ends the run, because agents are not restarted.
+        replacement: The agents that the engine starts when an agent is lost.
     """
     # Agents look for this file to find out whether they see the folder. The next run deletes *.tmp after a kill.
     visibility_file = f".shared-{secrets.token_hex(16)}.tmp"
@@ -59,7 +72,7 @@ def open_rendezvous(
             socket.create_server((hosts[0] if listen is None else listen, 0), backlog=128) as server,
             accept_agents(server, key) as arrived,
         ):
-            yield Rendezvous(work, hosts, server.getsockname()[1], visibility_file, key, only_once, arrived)
+            yield Rendezvous(work, hosts, server.getsockname()[1], visibility_file, key, replacement, arrived)
     finally:
         (work.output_folder / visibility_file).unlink(missing_ok=True)
 
@@ -77,61 +90,97 @@ class Rendezvous:
     port: int
     visibility_file: str
     key: bytes
-    only_once: bool
+    replacement: Replacement
     arrived: queue.SimpleQueue[WorkerConnection]
-    living: dict[int, WorkerConnection] = field(default_factory=dict)  # agents that start their rank again, by rank
+    living: dict[int, WorkerConnection] = field(default_factory=dict)  # gathered agents, by rank
 
     def make_ticket(self, info: RankInfo) -> JoinTicket:
         return JoinTicket(info, self.hosts, self.port, self.key, self.work.output_folder, self.visibility_file)
 
-    def run_ranks(self, check_engine: Callable[[], None]) -> None:
+    def run_ranks(self, check_engine: Callable[[], None], stop: StopRequest | None = None) -> None:
         """Gather all agents, send them the work, and return when all ranks have completed.
 
         After a recoverable failure the run resumes. For a restart in place, living agents start their ranks again, and
         the engine may replace lost agents. Otherwise the engine may replace all agents. While agents are missing, calls
-        ``check_engine`` several times a second, which raises if an agent will not come. Raises the errors of all
-        launchers (:mod:`flyte_ddp.core.launch`).
+        ``check_engine`` several times a second, which raises if an agent will not come. ``stop`` is a request to stop
+        that the caller catches (None: this method catches signals). Raises the errors of all launchers
+        (:mod:`flyte_ddp.core.launch`).
         """
         failure: BaseException | None = None
         in_place = False
-        num_ranks = self.work.world.num_ranks
         restarts = Restarts(self.work.settings.restarts)
-        with catch_stop_signals() as stop:
+        with nullcontext(stop) if stop is not None else catch_stop_signals() as request:
             while True:
                 group: list[RemoteHandle] = []
                 try:
-                    self.gather_agents(group, num_ranks, stop, check_engine)
+                    self.gather_agents(group, request, check_engine)
                     if isinstance(failure, RankError) and in_place:
                         self.work = restarts.rewind(self.work, failure, keep=self.visibility_file)
                     elif failure is not None:
-                        self.work = rewind_work(self.work, str(failure).splitlines()[0], self.visibility_file)
+                        self.work = rewind_work(self.work, describe_end(failure), self.visibility_file)
                     hosts = tuple(handle.host for handle in group)
                     work = replace(self.work, world=replace(self.work.world, hosts=hosts))
-                    send_work_in_turn(group, work, stop)
-                    supervise_ranks(group, stop, work)
+                    send_work_in_turn(group, work, request)
+                    supervise_ranks(group, request, work)
                 except BaseException as error:
-                    if isinstance(error, RankError) and error.recoverable and not self.only_once:
-                        failure = restarts.find_reason_to_end(self.work.output_folder, error)
-                        in_place = failure is None
-                        failure = failure or error
-                        self.living = restart_agents(group) if in_place else {}
+                    self.living = {}
+                    run = self.work.output_folder
+                    reason = restarts.find_reason_to_end(run, error) if isinstance(error, RankError) else error
+                    in_place = reason is None and self.restart_in_place(group)
+                    if in_place or self.may_start_again(error, request):
+                        failure = reason or error
+                        request.forget_ranks()
                         group = [handle for handle in group if handle.rank not in self.living]
                         continue
-                    no_retry_came = isinstance(error, UnreachableError) and len(group) < num_ranks
-                    failure = failure if failure is not None and no_retry_came else error
-                    for handle in group:
-                        handle.send("over", error=failure)  # shows agents that no retry follows
+                    no_retry_came = isinstance(error, UnreachableError) and len(group) < self.work.world.num_ranks
+                    failure = failure if failure is not None and no_retry_came else reason or error
+                    self.end_agents(group, failure)
                     raise failure from None
                 else:
-                    for handle in group:
-                        handle.send("over", error=None)
+                    self.end_agents(group)
                     return
                 finally:
                     end_ranks(group)
 
-    def gather_agents(
-        self, group: list[RemoteHandle], num_ranks: int, stop: StopRequest, check_engine: Callable[[], None]
-    ) -> None:
+    def end_agents(self, group: Sequence[RemoteHandle], error: BaseException | None = None) -> None:
+        """Show the agents that the run is over, with this error, and that no retry follows.
+
+        If the launcher must stop, other hosts of Elastic wait for a new launcher. Their agents then only lose this one.
+        """
+        if not (self.replacement is Replacement.ALL and isinstance(error, StoppedError)):
+            for handle in group:
+                handle.send("over", error=error)
+
+    def restart_in_place(self, group: Sequence[RemoteHandle]) -> bool:
+        """Have the living agents start their ranks again, unless all agents are needed and an agent is lost.
+
+        Waits up to 10 s for each rank's end. Returns whether ranks start again.
+        """
+        needs_all = self.replacement is not Replacement.EACH
+        if not (needs_all and any(handle.lost for handle in group)):
+            self.living = restart_agents(group)
+        if needs_all and len(self.living) < len(group):
+            self.living = {}
+        return bool(self.living) or not needs_all
+
+    def may_start_again(self, error: BaseException, stop: StopRequest) -> bool:
+        """Return whether the engine may start all agents again after this error."""
+        if isinstance(error, StoppedError):  # of a host that stops its ranks, for the engine to start them elsewhere
+            return self.replacement is Replacement.ALL and not stop.by_launcher
+        recoverable = isinstance(error, RankError) and error.recoverable
+        return recoverable and self.replacement is not Replacement.NONE
+
+    def start_round(self, num_ranks: int) -> None:
+        """Close the connections of all agents, to gather ``num_ranks`` agents that the engine has started together."""
+        with suppress(queue.Empty):
+            while True:
+                self.arrived.get_nowait().pipe.close()
+        for worker in self.living.values():
+            worker.pipe.close()
+        self.living.clear()
+        self.work = replace(self.work, world=replace(self.work.world, num_ranks=num_ranks))
+
+    def gather_agents(self, group: list[RemoteHandle], stop: StopRequest, check_engine: Callable[[], None]) -> None:
         """Wait for the missing agents, and fill ``group`` with the handles of all connected agents, ordered by rank.
 
         While waiting, calls ``check_engine``, which raises if an agent will not come.
@@ -142,15 +191,14 @@ class Rendezvous:
             StoppedError, KeyboardInterrupt: A stop signal has come.
         """
         deadline = time.monotonic() + GATHER_SECONDS
-        found = dict(self.living)
-        group[:] = self.make_handles(found)
-        while len(found) < num_ranks:
+        group[:] = self.make_handles(self.living)
+        while len(self.living) < (num_ranks := self.work.world.num_ranks):
             if stop.signal is not None:
                 # A run before a retry may have saved a checkpoint.
                 raise stop_error(stop.signal, newest_step(self.work.output_folder))
             check_engine()
             if time.monotonic() > deadline:
-                missing = sorted(set(range(num_ranks)) - found.keys())
+                missing = sorted(set(range(num_ranks)) - self.living.keys())
                 raise UnreachableError(
                     f"ranks {missing} of {num_ranks} did not connect to {' or '.join(self.hosts)} within "
                     f"{GATHER_SECONDS:g} s; let their hosts reach this host, or add capacity to the cluster"
@@ -165,10 +213,10 @@ class Rendezvous:
                     f"host {worker.host} runs library sources {worker.code}, but this host runs "
                     f"{package_digest()}; install the same flyte-ddp on all hosts of the cluster"
                 )
-            if worker.rank in found:  # the engine has replaced the agent
-                found[worker.rank].pipe.close()
-            found[worker.rank] = worker
-            group[:] = self.make_handles(found)
+            if worker.rank in self.living:  # the engine has replaced the agent
+                self.living[worker.rank].pipe.close()
+            self.living[worker.rank] = worker
+            group[:] = self.make_handles(self.living)
 
     def make_handles(self, found: Mapping[int, WorkerConnection]) -> list[RemoteHandle]:
         """Return the handles of the connected ranks, ordered by rank.
@@ -190,7 +238,7 @@ class Rendezvous:
 
 
 class RemoteHandle(RankHandle):
-    """A rank on another host, or a rank of Elastic.
+    """A rank with an agent, which may be on another host.
 
     ``worker`` is the connection to the rank's agent. ``host`` is the rank's address for other ranks. ``files_in`` is
     the folder on the rank's host with the files of ``output_folder``.
@@ -303,6 +351,13 @@ def send_work_in_turn(group: Sequence[RankHandle], work: Work, stop: StopRequest
         handle.send_work(work)
         if stop.signal is not None:
             raise stop_error(stop.signal, handle.resumed_step)
+
+
+def describe_end(failure: BaseException) -> str:
+    """Return a sentence about the end of all agents, for people."""
+    if isinstance(failure, StoppedError):
+        return "a host has stopped its ranks, or another host has joined"
+    return str(failure).splitlines()[0]
 
 
 def rewind_work(work: Work, why: str, keep: str = "") -> Work:

@@ -54,6 +54,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self.by_launcher = False  # whether a signal has come to this process
         self.reader, self._writer = Pipe(duplex=False)
 
     def make_request(self, number: signal.Signals) -> None:
@@ -62,6 +63,14 @@ class StopRequest:
             self.signal = number
             # Not send(): an exception may rise in here, and CPython 3.12.1 crashes when it collects send()'s buffer.
             self._writer.send_bytes(bytes([number]))
+
+    def forget_ranks(self) -> None:
+        """Undo a request of a rank, so that ranks may start again."""
+        if self.signal is not None and not self.by_launcher:
+            self.reader.recv_bytes()
+            self.signal = None
+            if self.by_launcher:  # the signal has come meanwhile
+                self.make_request(signal.SIGTERM)
 
     def wait_for_request(self) -> bool:
         """Wait, without a limit, for the request or for :meth:`end_waiting`.
@@ -86,6 +95,7 @@ def catch_stop_signals() -> Iterator[StopRequest]:
     def handle(number: int, _: FrameType | None) -> None:
         if stop.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
+        stop.by_launcher = True
         stop.make_request(signal.Signals(number))
 
     with signal_handlers(dict.fromkeys(stop_signals(), handle)):
