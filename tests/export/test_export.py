@@ -1,6 +1,7 @@
 """Models as ONNX, which answer as torch does wherever they are asked."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,10 +12,12 @@ import torch
 from encoded_runs import quiet
 from onnx import numpy_helper
 from PIL import Image
+from sidecars import make_sidecar
 from training_runs import train_in
 
 from flyte_ddp.catalog import TORCHVISION_WEIGHTS
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.models.sidecar import ImageInput
 from flyte_ddp.core.settings import Settings
 from flyte_ddp.datasets import fetch
 from flyte_ddp.datasets.encoded.cropping import crop_to_square, middle_crop
@@ -121,9 +124,9 @@ def test_pixels_are_those_that_training_evaluates(side: int, share: float, size:
     random = np.random.default_rng(sum(size))
     rough = Image.fromarray(random.integers(0, 256, (size[0] // 8 + 2, size[1] // 8 + 2, 3), dtype=np.uint8))
     image = np.array(rough.resize(size[::-1], Image.Resampling.BICUBIC))
-    takes = {"channels": 3, "height": side, "width": side, "mean": [0.0] * 3, "std": [1 / 255] * 3}
-    takes |= {"crop": "middle", "crop_share": share}
-    served = ServedImages(torch.nn.Identity(), {"input": takes})
+    sizes = {"channels": 3, "height": side, "width": side}
+    takes = ImageInput(**sizes, mean=[0.0] * 3, std=[1 / 255] * 3, crop="middle", crop_share=share)
+    served = ServedImages(torch.nn.Identity(), replace(make_sidecar(), input=takes))
     with torch.no_grad():
         found = served({"images": torch.from_numpy(image)[None]})["logits"][0].permute(1, 2, 0).round().numpy()
     differences = np.abs(found - crop_to_square(image, side, share=share))

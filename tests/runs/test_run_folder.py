@@ -18,10 +18,10 @@ from training_runs import QUIET
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core import results
 from flyte_ddp.core.errors import StoppedError, UserError
+from flyte_ddp.core.models import saving
 from flyte_ddp.core.runs import checkpoint
 from flyte_ddp.core.runs.run_folder import METRICS, OUTPUTS, UNFINISHED, is_finished, publish_if_complete
 from flyte_ddp.core.training import train
-from flyte_ddp.models import artifacts
 from flyte_ddp.report import page
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.tracking import wandb_run
@@ -111,7 +111,7 @@ def test_a_full_disk_leaves_nothing_like_a_result_and_the_error_says_what_to_do(
 
 
 ENDS: dict[str, tuple[Any, str, bool]] = {
-    "with a model": (artifacts, "save_model", True),
+    "with a model": (saving, "save_model", True),
     "while it takes over": (Path, "replace", True),
     "when wandb has ended": (wandb_run, "print_to_stderr", False),
 }
