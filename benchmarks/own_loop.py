@@ -81,7 +81,7 @@ def step_seconds(blocks: int, steps: int) -> dict[str, list[float]]:
 @contextmanager
 def open_launcher(name: str) -> Iterator[tuple[Any, Any]]:
     """Yield a launcher for 2 ranks on a running cluster, and Dask's client, else None."""
-    launcher = import_module(f"flyte_ddp.core.launch.{name}")
+    launcher = import_module(f"flyte_ddp.{'core.launch' if name == 'spawn' else 'engines'}.{name}")
     if name == "dask":
         with launcher.connected(num_ranks=2) as client:
             yield partial(launcher.launch, client=client), client

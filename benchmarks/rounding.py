@@ -64,6 +64,7 @@ def train_once(settings: dict[str, Any], data: str, run: str, engine: str) -> No
         import ray
 
         ray.init(num_cpus=hp.num_ranks, include_dashboard=False)  # as many as are asked for, whatever the machine has
-    launch = importlib.import_module(f"flyte_ddp.core.launch.{engine}").launch
+    room = "core.launch" if engine == "spawn" else "engines"
+    launch = importlib.import_module(f"flyte_ddp.{room}.{engine}").launch
     quiet = Settings(progress="off", wandb_mode="disabled")
     run_training(hp, Path(data), Path(run), quiet, launch=launch, threads=1)

@@ -2,6 +2,8 @@
 
 import re
 from collections import Counter
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 from cli import ROOT
@@ -14,6 +16,7 @@ FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`[^`\n]*`")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 NAMED_FILE = re.compile(r"`((?:flyte_ddp|examples|tasks|workflows|tests|benchmarks|deploy|docs|config)/[\w./-]*)`")
+IMPORT = re.compile(r"^from (flyte_ddp[\w.]*) import ([\w, ]+)$", re.MULTILINE)
 BENCHMARK = re.compile(r"python -m benchmarks (\w+)")
 
 
@@ -54,6 +57,14 @@ def test_files_and_benchmarks_that_are_named_are_there() -> None:
         text = path.read_text()
         named = [*NAMED_FILE.findall(text), *(f"benchmarks/{name}.py" for name in BENCHMARK.findall(text))]
         assert [name for name in named if not (ROOT / name).exists()] == [], path
+
+
+def test_names_that_programs_of_the_documents_import_are_there() -> None:
+    programs = "".join(block for path in DOCUMENTS for block in FENCED.findall(path.read_text()))
+    imports = {(module, name.strip()) for module, names in IMPORT.findall(programs) for name in names.split(",")}
+    assert len(imports) > 15
+    for module, name in imports:
+        assert hasattr(import_module(module), name) or find_spec(f"{module}.{name}"), f"from {module} import {name}"
 
 
 def test_each_design_page_has_its_form_and_is_in_the_index_by_its_title() -> None:

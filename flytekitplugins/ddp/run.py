@@ -77,7 +77,7 @@ def print_saves_of_other_code(run: str, folder: Path) -> None:
 
 
 def engine_launcher(engine: str, hosts: int) -> Launch:
-    launch = import_module(f"flyte_ddp.core.launch.{engine}").launch
+    launch = import_module(f"flyte_ddp.engines.{engine}").launch
     return partial(launch, retries=ENGINE_RETRIES, awaited_hosts=hosts if is_in_pod() else 0)
 
 

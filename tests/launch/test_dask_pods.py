@@ -34,7 +34,7 @@ def describe():
 RUN = """
 import mine
 from flyte_ddp import run_ranks
-from flyte_ddp.core.launch import dask
+from flyte_ddp.engines import dask
 
 print(*run_ranks(mine.describe, num_ranks=1, launch=dask.launch))
 """
