@@ -154,9 +154,9 @@ def model(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
 if FAULT and dist.is_initialized():  # in a rank
     from flyte_ddp.core.loading.split import Split
     from flyte_ddp.core.runs import checkpoint
-    from flyte_ddp.models import artifacts
+    from flyte_ddp.core.models import saving
 
     passing("import")
     before(Split, "load_batch", "data")
     before(checkpoint, "write_checkpoint", "checkpoint")
-    before(artifacts, "save_model", "results")
+    before(saving, "save_model", "results")
