@@ -90,6 +90,14 @@ def test_the_splits_are_a_partition_of_the_stated_sizes(counts, validation, test
     assert abs(len(samples["validation"]) - (counts.sum() - len(samples["test"])) * validation) <= 0.5 + 1e-9
 
 
+def test_a_shard_without_samples_of_a_split_gives_none() -> None:
+    splits = ShardSplits(np.array([1, 6, 0]), 0.5, 0.0, seed=0)
+    for split, sizes in splits.sizes.items():
+        found = [splits.samples_in_shard(shard, split) for shard in range(3)]
+        assert [len(samples) for samples in found] == sizes.tolist(), split
+        assert {samples.dtype for samples in found} == {np.dtype(np.int64)}
+
+
 def test_what_is_held_out_for_testing_does_not_depend_on_the_seed() -> None:
     tests, validations = (
         [order_of([50] * 8, validation=0.2, test=0.1, split=split, seed=seed) for seed in (0, 1)]

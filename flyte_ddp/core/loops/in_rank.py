@@ -60,7 +60,7 @@ def run_function(rank: Rank) -> None:
             write_returned(value, rank.work.output_folder / RETURNED)
             if current._records is not None:
                 current._records.end()
-        wait_for_all_ranks(rank, store)
+        leave_together(rank, store)
 
 
 @contextmanager
@@ -249,14 +249,15 @@ def write_returned(value: Any, path: Path) -> None:
         file.write(content)
 
 
-def wait_for_all_ranks(rank: Rank, store: Any) -> None:
-    """Wait until all ranks have called this function.
+def leave_together(rank: Rank, store: Any) -> None:
+    """Wait until all ranks have called this function. Call this function once for each ``store``.
 
-    Rank 0 waits up to the time limit, and other ranks wait without a limit. After the time limit, rank 1 prints that
-    rank 0 has not returned. Rank 0 leaves last, because it serves the common store.
+    Rank 0 leaves last, because rank 0 serves the store. First rank 0 waits until all ranks have called this function,
+    and then until the other ranks have left. Each wait may take up to the time limit. Other ranks wait for rank 0
+    without a limit. After the time limit, rank 1 prints that rank 0 has not returned.
 
     Raises:
-        CollectiveError: The time limit is over, or the connection to the store is lost.
+        CollectiveError: On rank 0, the time limit is over. On any rank, the connection to the store is lost.
     """
     others, timeout = range(1, rank.info.world_size), rank.work.settings.timeout
     if not others:
@@ -274,6 +275,8 @@ def wait_for_all_ranks(rank: Rank, store: Any) -> None:
             notice.daemon = True
             if rank.info.rank == 1:
                 notice.start()
-            store.wait([DONE], NO_LIMIT)  # rank 0 may still write results
-            notice.cancel()
+            try:
+                store.wait([DONE], NO_LIMIT)  # rank 0 may still write results
+            finally:
+                notice.cancel()
             store.set(f"{LEFT} {rank.info.rank}", "")

@@ -62,11 +62,13 @@ class ShardSplits:
         validation = scale_counts(self.validation_fraction, self.counts - test)
         return {"training": self.counts - test - validation, "validation": validation, "test": test}
 
-    def samples(self, shard: int, split: str) -> NDArray[np.int64]:
+    def samples_in_shard(self, shard: int, split: str) -> NDArray[np.int64]:
         """Return the samples of ``split`` in a shard, ascending, as numbers within the shard.
 
-        ``split`` is "training", "validation" or "test".
+        ``split`` is "training", "validation" or "test". The result is empty if the shard has no sample of the split.
         """
+        if not self.sizes[split][shard]:
+            return np.empty(0, dtype=np.int64)
         tests, held_out = (int(self.sizes[name][shard]) for name in ("test", "validation"))
         numbers = np.arange(self.counts[shard])
         if tests:
@@ -98,7 +100,7 @@ class WholeShardSplits(ShardSplits):
         shards["training"] = rest
         return {split: np.where(np.isin(every, numbers), self.counts, 0) for split, numbers in shards.items()}
 
-    def samples(self, shard: int, split: str) -> NDArray[np.int64]:
+    def samples_in_shard(self, shard: int, split: str) -> NDArray[np.int64]:
         return np.arange(self.sizes[split][shard])
 
 
@@ -131,7 +133,7 @@ class ShardOrder(sampling.Order):
         self.total = int(self.taken.sum())
         # Caches for the shards in use: the current shard of each stream, and its neighbours.
         cached = functools.lru_cache(maxsize=4 * shuffle_streams + 4)
-        self.samples_in_shard = cached(functools.partial(splits.samples, split=split))
+        self.samples_in_shard = cached(functools.partial(splits.samples_in_shard, split=split))
         self.shuffled_samples = cached(self._shuffle_samples)
         self.sequence = functools.lru_cache(maxsize=2)(self._shuffle_shards)
         self._arguments = splits, split, weights, shuffle_streams
