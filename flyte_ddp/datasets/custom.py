@@ -13,7 +13,7 @@ from flyte_ddp.core.machine import waiting
 from flyte_ddp.core.progress import Progress
 from flyte_ddp.core.samples.leaves import Leaves, form_of, group_leaves, require_array, restore_leaves
 from flyte_ddp.core.settings import read_number
-from flyte_ddp.core.user_code.callables import load_callable, require_parameters
+from flyte_ddp.core.user_code.callables import load_callable, require_positional_arguments
 from flyte_ddp.core.user_code.source import user_source_digest
 from flyte_ddp.datasets.images import image_arrays
 from flyte_ddp.datasets.on_demand_set import (
@@ -74,7 +74,7 @@ class CustomSet:
         function = load_callable(self.spec)
         if isinstance(function, type) and issubclass(function, Table):
             function = partial(load_table, self.spec, function)
-        require_parameters(f"dataset={self.spec!r}", function, "data_source")
+        require_positional_arguments(f"dataset={self.spec!r}", function, "data_source")
         result = call_seeded(function, source)
         called = f"{self.spec}({source!r})"
         if isinstance(result, OnDemand):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.config import FIELDS_WITH_OPTIONS, Hyperparameters
 from flyte_ddp.core.checks.fields import LARGEST_INT, CheckedFields, setting, short_repr
-from flyte_ddp.core.checks.forms import fits
+from flyte_ddp.core.checks.forms import has_outer_form
 from flyte_ddp.core.checks.parsing import JsonObject, parse_json, parse_yaml_number
 from flyte_ddp.core.errors import UserError, require_extra, unknown_name_error
 
@@ -181,7 +181,7 @@ def parse_dimension(name: str, given: Any) -> Dimension:
         raise UserError(f"{what}: {FORM}")
     numbers = low, high, step = [parse_yaml_number(given.get(key, 0)) for key in ("from", "to", "step")]
     log, has_step = given.get("log", False), "step" in given
-    if not all(fits(each, float) for each in numbers) or type(log) is not bool:
+    if not all(has_outer_form(each, float) for each in numbers) or type(log) is not bool:
         raise UserError(f"{what}: {FORM}")
     integers, width = all(type(each) is int for each in numbers), float(high) - float(low)
     whole = kind is int or (kind is None and has_step and integers)

@@ -26,7 +26,7 @@ def gather_in_ranks(folder: Path) -> None:
     rows = (torch.arange(5.0)[:, None] * torch.ones(1, 2)).split([2, 3, 0])[own] if own < 2 else torch.zeros(1, 2)
     rows.requires_grad_()
     exchange = RankExchange()
-    with exchange.during_losses(has_samples=own < 2):
+    with exchange.enable_across_ranks(has_samples=own < 2):
         found, places = across_ranks(rows)
         kinds = [across_ranks(rows[:, 0].detach().to(kind))[0] for kind in (torch.bool, torch.int64, torch.bfloat16)]
         (found**2 * (own + 1)).sum().backward()

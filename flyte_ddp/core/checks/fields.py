@@ -43,7 +43,7 @@ def setting(
     number: bool = False,
     **bounds: float,
 ) -> Any:
-    """Return a dataclass field with a default, a help text, and rules for :func:`check_value`.
+    """Return a dataclass field with a default, a help text, and rules for :func:`convert_value`.
 
     Args:
         default: The default value.
@@ -79,7 +79,7 @@ class CheckedFields(DataClassJsonMixin):
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            object.__setattr__(self, field.name, check_value(field, getattr(self, field.name)))
+            object.__setattr__(self, field.name, convert_value(field, getattr(self, field.name)))
 
     def __repr__(self) -> str:
         """Return the call that makes an equal object, without fields that have their defaults."""
@@ -137,11 +137,12 @@ class CheckedFields(DataClassJsonMixin):
         return {**vars(cls.from_dict(values))}
 
 
-def check_value(field: "dataclasses.Field[Any]", value: Any) -> Any:
-    """Return a value in the type of a field, which :func:`setting` made.
+def convert_value(field: "dataclasses.Field[Any]", value: Any) -> Any:
+    """Check a value against the rules of a field, and return the value in the field's type.
 
-    In an int field 3.0 becomes 3, because the console's form has only doubles. An object in a JSON field becomes text.
-    If user code is allowed, any text with a colon is accepted.
+    The field was made by :func:`setting`. In an int field 3.0 becomes 3, because the console's form has only doubles.
+    An object in a JSON field becomes text, and so does a number in a field with ``number``. In a field with ``own``,
+    any text with a colon is accepted, without a look-up of the callable.
 
     Raises:
         UserError: The value does not fit, or is an address with a user name or a password.

@@ -35,7 +35,7 @@ def find_misfit(value: Any, form: Any, place: str) -> str:
         return next(filter(None, (find_misfit(each, form[0], f"{place}[{at}]") for at, each in enumerate(value))), "")
     if isinstance(form, dict) and isinstance(value, dict):
         return find_misfit_in_object(value, form, f"{place}." if place else "")
-    if fits(value, form):
+    if has_outer_form(value, form):
         return ""
     return f"{place or 'all'}={short_repr(value)}: must be {describe_form(form)}"
 
@@ -52,8 +52,11 @@ def find_misfit_in_object(value: Mapping[str, Any], form: Mapping[Any, Any], pla
     return next(filter(None, found), "")
 
 
-def fits(value: Any, form: Any) -> bool:
-    """Return whether a value has a form, without a check of the value's parts."""
+def has_outer_form(value: Any, form: Any) -> bool:
+    """Return whether a value itself has a form, without a check of the items of lists and objects.
+
+    The module's docstring describes forms. The form must not be a tuple. The form ``float`` rejects NaN and infinity.
+    """
     if isinstance(form, range):
         return type(value) is int and value in form
     if isinstance(form, set):

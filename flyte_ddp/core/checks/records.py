@@ -8,7 +8,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
 
 from flyte_ddp.core.checks.fields import short_repr
-from flyte_ddp.core.checks.forms import COUNT, describe_form, fits
+from flyte_ddp.core.checks.forms import COUNT, describe_form, has_outer_form
 from flyte_ddp.core.checks.parsing import JsonObject
 from flyte_ddp.core.errors import UserError
 
@@ -86,7 +86,7 @@ def convert(value: Any, kind: Any, place: str) -> Any:
     is_record = isinstance(kind, type) and issubclass(kind, JsonRecord)
     form = {} if is_record or origin in (dict, Mapping) else [] if origin in LISTS else kind
     form = inner[1] if origin is Annotated else None if kind is NoneType else form
-    if kind is not Any and not fits(value, form):
+    if kind is not Any and not has_outer_form(value, form):
         raise MisfitError(f"{place or 'all'}={short_repr(value)}: must be {describe_form(form)}")
     if is_record:
         return convert_object(value, kind, f"{place}." if place else "")

@@ -49,10 +49,15 @@ class Buffers:
         self.last_broadcast = torch.zeros_like(self.bytes)  # the bytes that all ranks had after the last broadcast
 
     def require_same_buffers(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the buffers, by name, of the model or of the moving average.
+        """Compare a model's buffers with the buffers at the start, and return the model's buffers by name.
+
+        Names, shapes and types are compared, but no values. Sparse and expanded buffers are left out.
+
+        Args:
+            model: The model of this object, or the moving average of the model.
 
         Raises:
-            UserError: A buffer was added or removed since this object was made, or its shape or type has changed.
+            UserError: A buffer was added or removed since this object was made, or has another shape or type.
         """
         values = copyable_buffers(model)
         if (layout := buffer_layout(values)) != self.layout:

@@ -29,10 +29,12 @@ class RankExchange:
         self.group: Any = None  # a ProcessGroup
 
     @contextmanager
-    def during_losses(self, *, has_samples: bool) -> Iterator[None]:
-        """Let :func:`across_ranks` exchange values in the block. Blocks cannot be nested.
+    def enable_across_ranks(self, *, has_samples: bool) -> Iterator[None]:
+        """Let :func:`across_ranks` exchange values in the block.
 
-        If ``has_samples`` is False, this rank adds no row.
+        Sets a global variable of the process. Do not nest blocks. The end of an inner block would end the exchange of
+        the outer block, without an error. If ``has_samples`` is False, this rank takes part in each exchange, but no
+        row of this rank is gathered.
         """
         global _exchange  # noqa: PLW0603 (a user's function, which calls across_ranks, is not given the training)
         self.has_samples, _exchange = has_samples, self

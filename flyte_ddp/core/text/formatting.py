@@ -62,7 +62,8 @@ def format_sentence(text: str) -> str:
 def format_column(values: Sequence[str | float | None]) -> list[str]:
     """Return a table's column as texts. None and NaN become a dash.
 
-    Floats have four decimals, unless they are large or tiny.
+    If the largest magnitude of the column's floats is at least 0.001 and below 1000, all floats have four decimals.
+    Otherwise each number has about four digits, as in :func:`format_value`. Whole numbers always have this format.
     """
     floats = [abs(value) for value in values if isinstance(value, float) and not math.isnan(value)]
     aligned = floats and 0.001 <= max(floats) < 1000

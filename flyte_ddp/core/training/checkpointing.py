@@ -146,14 +146,15 @@ class Checkpointer(CheckpointWriter):
     def save_for_rank_0(self, handover: checkpoint.Handover) -> int | None:
         """Write the state in place of rank 0, which is lost. Any thread may call this method.
 
-        If this rank is not ahead of rank 0's newest checkpoint, nothing is written. If writing fails, prints the error
-        instead of raising.
+        Waits for the end of an update of the weights. If this rank is not ahead of rank 0's newest checkpoint, nothing
+        is written. If writing fails, prints the error instead of raising.
 
         Args:
-            handover: Rank 0's records, the position of its newest checkpoint, and the name of the file to write.
+            handover: Rank 0's records, the position of rank 0's newest checkpoint, and the name of the file to write.
 
         Returns:
-            The newest saved step, or None if the state cannot be saved.
+            The step of the written checkpoint, or the step of rank 0's newest checkpoint if nothing had to be written.
+                None if checkpoints are off, the state is not finite, an update has failed halfway, or writing failed.
         """
         state = self.state
         if (state.step, state.epoch) <= (handover.step, handover.epoch):

@@ -12,14 +12,22 @@ from flyte_ddp.core.training.plan import TrainingPlan
 
 
 def build_objective(plan: TrainingPlan, data: TrainingData, training: Order, targets: TargetSpec | None) -> Objective:
-    """Return the objective for these data, and check the stored targets. Weights of a user-defined objective are tried.
+    """Return the objective for these data, after a pass over all stored targets.
+
+    The pass calls the objective's ``check_targets``. For a user-defined objective, the pass also calls ``weights`` with
+    each batch of stored targets, where long texts are cut. If no targets are stored, ``check_targets`` gets a single
+    target of zeros.
 
     Args:
+        plan: The plan of the training.
+        data: The data, for the classes and the stored targets.
         training: Order of the training samples, whose classes are counted for balanced class weights.
-        targets: Properties that all targets share, or None if targets have several leaves, or none.
+        targets: Shape and dtype that all targets share. None if a target is a dict or tuple of arrays, or if the data
+            have no targets.
 
     Raises:
-        UserError: Objective, data and hyperparameters do not fit together.
+        UserError: The objective does not accept the targets or the number of classes. The plan's ``select_by`` is no
+            measure of the objective. The objective compares samples, and the plan has mixup or accumulation.
     """
     source, loop, select_by = plan.objective, plan.loop, plan.selection.select_by
     if targets is None and not source.is_user_defined:

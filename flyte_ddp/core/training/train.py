@@ -120,7 +120,9 @@ def train_step(state: TrainingState, recorder: Recorder, batch: sampling.Indices
     """
     sums, step = compute_gradients(state, batch), state.step
     # Before the weights change, so that the last checkpoint is good, and the error can name the first bad value.
-    state.loss_watch.check_loss(state.epoch, state.step + 1, sums.loss, lambda: repeat_forward(state, batch, step))
+    state.loss_watch.check_loss(
+        state.epoch, state.step + 1, sums.loss, lambda: rerun_forward_passes(state, batch, step)
+    )
     with state.exclude_snapshots():  # a checkpoint sees all of a step or nothing of it
         with state.clock("optimizer"):
             norm = apply_gradients(state)
@@ -153,7 +155,7 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums
             nullcontext() if part.has_samples else restore_running_statistics(state.model),
         ):
             outputs = compute_outputs(state, state.sync, inputs, micro_batch.targets[0][0], part)
-            with state.loss_exchange.during_losses(has_samples=part.has_samples):
+            with state.loss_exchange.enable_across_ranks(has_samples=part.has_samples):
                 # Autocast or a user's model may return bf16, which is too coarse for a loss.
                 precise = convert_outputs(outputs, torch.float32)
                 sums = [state.objective.loss_sum(precise, *pair, micro_batch.samples) for pair in micro_batch.targets]
@@ -249,11 +251,15 @@ def compute_outputs(
     return outputs
 
 
-def repeat_forward(state: TrainingState, batch: sampling.Indices, step: int) -> None:
-    """Run a step's forward passes again, to find values that are not finite. Loads the batch again.
+def rerun_forward_passes(state: TrainingState, batch: sampling.Indices, step: int) -> None:
+    """Load this rank's part of a step's batch again, and run the forward passes for the caller's hooks.
+
+    The hooks of :func:`find_non_finite_activation` check whether outputs are finite, and this function does not. Seeds
+    the global random generators, and may change buffers.
 
     Raises:
-        UserError: A sample is not finite. The error names the sample.
+        UserError: An input, or a target of a user-defined objective, is not finite. The error names the sample. Errors
+            of :func:`compute_outputs` are raised, too.
     """
     for part in list_parts(state, batch, step):
         loaded = load_part(state, part)

@@ -73,10 +73,15 @@ def require_options(
         raise UserError(f"options of {what}: {error}; correct the options, or the callable") from None
 
 
-def require_parameters(what: str, function: Callable[..., Any], *names: str) -> None:
+def require_positional_arguments(what: str, function: Callable[..., Any], *names: str) -> None:
     """Raise UserError if a callable does not accept as many positional arguments as there are names.
 
-    A built-in callable without a signature is accepted. ``what`` begins the text, and ``names`` are suggested there.
+    A built-in callable without a signature is accepted.
+
+    Args:
+        what: The start of the error's text.
+        function: The callable.
+        names: The names are only counted, and shown in the error as the expected parameters.
     """
     try:
         inspect.signature(function).bind(*names)

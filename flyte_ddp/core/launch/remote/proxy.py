@@ -88,9 +88,10 @@ def proxy_rank(handle: RankHandle, pipe: Connection, folder: Path, start_rank: C
 
 
 def relay_until_restart(handle: RankHandle, folder: Path, pipe: Connection, send: Send) -> None:
-    """Receive the rank's work, and relay messages until the rank must start again.
+    """Pass the work on to the running rank, and relay messages until the launcher requests a restart.
 
-    After an error of this host, kills the rank, reports the error as the rank's error, and waits for the launcher.
+    Files that come with the work are written into ``folder``. After the rank has ended, waits without a limit for the
+    launcher's request. If this host fails, kills the rank and reports the error as the rank's error.
 
     Raises:
         RunOverError: The run is over, and the rank has ended or has not got its work.
@@ -124,10 +125,22 @@ def find_end(message: dict[str, Any]) -> connection.RunOverError | None:
 def relay_messages(
     handle: RankHandle, pipe: Connection, send: Send, folder: Path | None
 ) -> connection.RunOverError | None:
-    """Relay messages until the rank exits, and return the end of the run if it came before.
+    """Relay messages until the rank exits, and send the launcher the exit code.
 
-    ``folder`` is this host's folder of the run, or None if the launcher sees the folder. For rank 0, and for a rank
-    that saves in its place, also sends changed files of the folder. Raises LauncherGoneError if the launcher is lost.
+    If the launcher requests so, kills the rank or sends its stack. For rank 0 also sends changed files of ``folder``,
+    and for another rank once the launcher requests a checkpoint in place of rank 0.
+
+    Args:
+        handle: The rank.
+        pipe: The connection to the launcher.
+        send: Sends the launcher a message.
+        folder: This host's folder of the run, or None if the launcher sees the folder.
+
+    Returns:
+        A RunOverError if the launcher has sent that the run is over, otherwise None.
+
+    Raises:
+        LauncherGoneError: The launcher is lost.
     """
     over: connection.RunOverError | None = None
     files = FileSender(folder, send) if folder is not None and handle.rank == 0 else None
