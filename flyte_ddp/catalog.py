@@ -155,7 +155,7 @@ def find_weights(model: str, init_from: str) -> PretrainedWeights | None:
 
 
 def check_select_by(select_by: str, objective: str, classes: int = 2) -> None:
-    """Raise UserError unless a built-in objective has the measure ``select_by``, which may also be "loss".
+    """Raise UserError if ``select_by`` is neither "loss" nor a measure of ``objective``.
 
     ``classes`` is the number of classes. With more than two, measures of two classes are rejected. User-defined
     objectives are not checked.

@@ -77,8 +77,8 @@ def pack_image_folder(address: str, folder: Path, **options: Any) -> ShardIndex:
 def make_sample_keys(names: Iterable[str]) -> list[str]:
     """Return a unique key for each file name (``class/name.jpg``), in order.
 
-    A key is the name without its extension, and with "%2E" for other dots. If a key exists already, "%2E" and the
-    extension are added.
+    A key is the path without the extension. Further dots of the last part become "%2E", and dots of folders stay. If a
+    key exists already, "%2E" and the extension are added until the key is unique.
     """
     keys: dict[str, None] = {}
     for name in names:

@@ -123,7 +123,7 @@ def check_prepared_set(folder: Path, hp: Hyperparameters) -> list[str]:
     data = open_prepared(folder)
     targets = data.training_targets()
     data.check_settings(hp)
-    classes = resolve_class_names(data.classes, hp, of_numbers=not data.needs_classes(hp))
+    classes = resolve_class_names(data.classes, hp, may_be_empty=not data.needs_classes(hp))
     check_select_by(hp.select_by, hp.objective, len(classes))
     if hp.threshold:
         check_two_classes(hp.threshold, len(classes))
@@ -182,18 +182,22 @@ def count_training_classes(data: PreparedSet, training: Order, classes: int) -> 
     return tuple(counts.tolist())
 
 
-def resolve_class_names(classes: Sequence[str], hp: Hyperparameters, *, of_numbers: bool = False) -> tuple[str, ...]:
+def resolve_class_names(classes: Sequence[str], hp: Hyperparameters, *, may_be_empty: bool = False) -> tuple[str, ...]:
     """Return the data set's class names, or "0" to num_classes-1 if the data set has none.
 
-    ``of_numbers`` is True if targets may be without classes. Then the result may be ().
+    Args:
+        classes: The names of the data set, or empty.
+        hp: The hyperparameters, of which ``num_classes`` is read. 0 accepts any number of classes.
+        may_be_empty: Whether () is returned if no number of classes is known.
 
     Raises:
-        UserError: The numbers of classes differ, or no number is known and ``of_numbers`` is False.
+        UserError: The data set has names, and ``num_classes`` is another number. No number of classes is known, and
+            ``may_be_empty`` is False.
     """
     if classes and hp.num_classes not in (0, len(classes)):
         raise UserError(f"num_classes={hp.num_classes}: the data set has {len(classes)} classes; set that number or 0")
     names = tuple(classes) or tuple(map(str, range(hp.num_classes)))
-    if not names and not of_numbers:
+    if not names and not may_be_empty:
         what = "has an unknown number of classes; set num_classes, or add class names to the data set or its index"
         raise UserError(f"dataset={hp.dataset!r}: {what}")
     return names

@@ -224,12 +224,18 @@ def convert_targets(targets: Any, declared: Sequence[str], where: str) -> tuple[
 
 
 def name_targets(values: NDArray[Any], declared: Sequence[str], where: str) -> NDArray[np.str_]:
-    """Return the class of each target as a text, or "" if the target is missing.
+    """Return the name of each target's class, or "" if the target is missing, [n].
 
-    Whole numbers are positions in ``declared``, unless the names in ``declared`` are numbers.
+    If ``declared`` has a name that is not a number, numbers are positions in ``declared``. All other targets become
+    texts, whether or not ``declared`` has the text.
+
+    Args:
+        values: The targets, texts or numbers, [n].
+        declared: The names of the classes, or empty.
+        where: The start of the error.
 
     Raises:
-        UserError: A position is out of range. The text begins with ``where``.
+        UserError: A number is not a position in ``declared``.
     """
     names = []
     for value in values.tolist():

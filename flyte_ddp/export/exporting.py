@@ -96,7 +96,15 @@ def export_model(model: SavedModel, split: PreparedSet, folder: Path) -> Compari
 def export_images_model(model: SavedModel, data: PreparedSet, folder: Path) -> Comparison:
     """Write the ONNX of a model of images, and return the comparison with torch on the whole test split.
 
-    The ONNX crops, resizes and normalises images of any size. The ONNX runs in a new process.
+    The ONNX crops, resizes and normalises images of any size, and runs in a new process. ``model.onnx`` is written into
+    ``folder`` whatever the comparison finds. Silences loggers, warnings and stderr of this process during the export.
+    Skips images that cannot be decoded. Exceptions of torch's exporters pass through.
+
+    Raises:
+        NotExportedError: The extra ``export`` is not installed.
+        UnreachableError: The storage of the test split does not answer.
+        UserError: The model does not accept the images, or more images cannot be decoded than allowed.
+        OSError: The file cannot be written, or the ONNX cannot be run.
     """
     served = ServedImages(*artifacts.load_model(*model.files)).eval()
     shape = 2, served.height + 1, served.width + 2, served.channels  # two images: exporters treat 1 as a constant

@@ -37,9 +37,14 @@ def compare_columns(reference: Mapping[str, NDArray[Any]], window: Mapping[str, 
 
 
 def compare_values(reference: NDArray[Any], window: NDArray[Any]) -> tuple[float, float]:
-    """Return p-value and effect of a column: of Kolmogorov and Smirnov's test for numbers, else of a test of counts.
+    """Return p-value and effect of the difference between a column's values in the reference and in the window.
 
-    NaN counts as infinity. A column with a single value on both sides has the p-value 1 and the effect 0.
+    Texts are compared as categories, and so are numbers if the reference has at most 20 different values, at least 5
+    times each on average. Other numbers are compared by Kolmogorov and Smirnov's test. NaN counts as infinity. If both
+    sides have the same single value, returns (1, 0).
+
+    Returns:
+        The p-value without correction, and the effect from 0 to 1 as in :func:`compare_columns`.
     """
     reference, window = replace_nan(reference), replace_nan(window)
     if not has_categories(reference):

@@ -19,16 +19,16 @@ def draw_course(windows: Sequence[Window]) -> list[tuple[str, str]]:
     charts = []
     if len(measured) > 1:
         name = name_measure(measured[-1].measure)
-        charts.append((name[:1].upper() + name[1:], draw_numbers(lambda axes: plot_scores(axes, measured, name))))
+        charts.append((name[:1].upper() + name[1:], draw_over_windows(lambda axes: plot_scores(axes, measured, name))))
     if len(judged) > 1:
-        charts.append(("Columns that moved", draw_numbers(lambda axes: plot_moved(axes, judged))))
+        charts.append(("Columns that moved", draw_over_windows(lambda axes: plot_moved(axes, judged))))
     return charts
 
 
-def draw_numbers(plot: Callable[[Any], str]) -> str:
-    """Return an SVG element with the number of the window on the x axis.
+def draw_over_windows(plot: Callable[[Any], str]) -> str:
+    """Draw a chart over the numbers of the windows, and return the SVG element.
 
-    ``plot(axes)`` draws on matplotlib's axes, and returns the label of the y axis.
+    ``plot(axes)`` draws on matplotlib's axes, and returns the label of the y axis. The x axis shows whole numbers.
     """
     from matplotlib.ticker import MaxNLocator
 

@@ -130,7 +130,8 @@ def record_window(registry: Registry, entry: Entry, window: Window, *, once: boo
     Args:
         entry: The champion's entry in the log.
         window: The window, without a number.
-        once: Whether the same address and author are enough for an earlier window.
+        once: Whether an earlier window with the same address and author counts as this window, even if its samples
+            differ.
 
     Raises:
         UserError: A file is damaged, or the registry cannot be read or written.

@@ -91,7 +91,9 @@ class Regression(Objective):
     def measure(self, columns: Columns) -> dict[str, float]:
         """Return root mean squared error, mean absolute error and R2, as scikit-learn computes them.
 
-        Each is the mean over the numbers of a target. Numbers that no sample knows are skipped.
+        Each measure is computed for each number of a target, over the samples where the number is known, and averaged
+        over the numbers. Numbers for which a measure is undefined are skipped. A measure without any defined number is
+        NaN.
         """
         found = self.measure_numbers(columns)
         return {name: mean_of_defined([row[name] for row in found]) for name in self.measures}

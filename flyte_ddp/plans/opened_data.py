@@ -41,7 +41,7 @@ class OpenedData:
         return open_splits(self.prepared, self.hp, hardware, device, settings)
 
     def name_classes(self, *, of_numbers: bool) -> tuple[str, ...]:
-        return resolve_class_names(self.prepared.class_names(of_numbers=of_numbers), self.hp, of_numbers=of_numbers)
+        return resolve_class_names(self.prepared.class_names(of_numbers=of_numbers), self.hp, may_be_empty=of_numbers)
 
     def count_classes(self, training: Order, classes: int) -> tuple[int, ...]:
         return () if self.hp.sample else count_training_classes(self.prepared, training, classes)

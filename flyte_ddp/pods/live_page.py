@@ -55,9 +55,10 @@ def publish_page_while_running(
 
 
 def publish_report_while_training(platform: Platform, run_folder: Path) -> AbstractContextManager[None]:
-    """Publish the report of a pod's training during the block.
+    """Publish the report of a pod's training during the block, as :func:`publish_page_while_running` does.
 
-    The last page is the finished report, or a report with the error.
+    Locally nothing is published. Errors are ignored. The last page is the finished report, or a report with the error.
+    At the end of the block, waits up to 10 s for the last page.
     """
 
     def render(failure: str, is_last: bool) -> str:

@@ -297,8 +297,9 @@ def mask_folder(table: Path) -> Path:
 def replace_folder(path: Path) -> Iterator[Path]:
     """Yield a new, empty folder, which replaces the folder at ``path`` if the block raises no error.
 
-    After the block, the folder at ``path`` is deleted, and the new folder moves there unless it is empty. If the block
-    raises an error, the folder at ``path`` remains, and the new folder is deleted. The parent folder must exist.
+    After the block, the folder at ``path`` is deleted, and the new folder moves there. If the block leaves the new
+    folder empty, no folder remains at ``path``. If the block raises an error, the folder at ``path`` remains, and the
+    new folder is deleted. The parent folder must exist.
     """
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as temporary:
         new = Path(temporary, path.name)
@@ -369,7 +370,8 @@ def find_undefined_rows(outputs: Any, samples: int) -> NDArray[np.bool_]:
 def format_csv_cell(column: str, value: Any) -> str:
     """Return a number or text as a cell, with "" for NaN.
 
-    Numbers have six digits in the columns score, probability and share, and all digits in other columns.
+    Floats have six significant digits in the columns score, probability and share, and in columns whose name begins
+    with such a word and "_". In other columns, floats have all digits, without an exponent.
     """
     if isinstance(value, (str, int, np.integer)):
         return str(value)

@@ -162,7 +162,7 @@ def check_repeated_answers(then: Floats, now: Floats, *, classifies: bool) -> Ch
     The Check fails if a two-sided p-value is below DISTINCT (0.001). The Check passes without samples.
 
     Args:
-        then: The quality of the champion's answers at the release [n], a result of ``list_answers``.
+        then: The quality of the champion's answers at the release [n], a result of ``answer_qualities``.
         now: The quality of the champion's answers today, for the same samples.
         classifies: Whether the qualities are 1 for a right and 0 for a wrong class. Otherwise, minus the loss.
     """
@@ -231,12 +231,20 @@ def compare_labels(classes: Sequence[str], challenger: Evaluation, champion: Eva
     }
 
 
-def check_losses(kind: str, comparisons: Mapping[str, ScoreDifferences], policy: Policy) -> tuple[Check, list[Check]]:
-    """Return the Check that the challenger loses no part of this ``kind`` to the champion, and each part's Check.
+def check_parts_not_worse(
+    kind: str, comparisons: Mapping[str, ScoreDifferences], policy: Policy
+) -> tuple[Check, list[Check]]:
+    """Return the Check that the challenger is not clearly worse on any part of the samples, and each part's Check.
 
-    A part is a class, a label or a slice, and ``kind`` is this word. ``comparisons`` are by the part's name. A part
-    fails if the loss is more than the policy's ``class_loss``, and the p-value after Holm's correction is at most
-    ``alpha``. Parts of fewer than LEAST_SAMPLES (30) samples pass.
+    A part is a class, a label or a slice. A part fails if the challenger is worse by more than the policy's
+    ``class_loss``, and the p-value after Holm's correction is at most ``alpha``. Parts of fewer than LEAST_SAMPLES (30)
+    samples pass. The first Check passes if all parts pass, and shows the worst part of at least 30 samples. Its reason
+    has the reasons of up to 3 failed parts.
+
+    Args:
+        kind: "class", "label" or "slice".
+        comparisons: The comparison with the champion on each part, by the part's name.
+        policy: The policy.
     """
     tested = {name: each for name, each in comparisons.items() if each.samples >= LEAST_SAMPLES}
     corrected = correct_p_values([each.p_value_of_loss() for each in tested.values()])

@@ -32,7 +32,7 @@ from flyte_ddp.release.samples import (
     SAMPLES,
     Digests,
     JudgedSamples,
-    list_answers,
+    answer_qualities,
     match_once,
 )
 from flyte_ddp.release.scores import is_higher_better
@@ -75,7 +75,7 @@ class Judgement:
         Call this after the challenger was evaluated.
         """
         assert self.whole is not None
-        return JudgedSamples(self.split.identify_samples("train"), self.tested, list_answers(self.whole))
+        return JudgedSamples(self.split.identify_samples("train"), self.tested, answer_qualities(self.whole))
 
     def tell(self, text: str) -> None:
         Progress(self.model.settings.progress).print_note(f"judging: {text}")
@@ -319,7 +319,7 @@ def question_champion(
     added, weights = list[Check | None](), [model.sidecar.class_weights for model in (champion, judgement.model)]
     if judged is not None and (theirs.classifies or weights[0] == weights[1]):
         then, now = match_once(judged.tested, judgement.tested)
-        answers = judged.answers[then], list_answers(theirs)[now]
+        answers = judged.answers[then], answer_qualities(theirs)[now]
         added.append(checks.check_repeated_answers(*answers, classifies=theirs.classifies))
     sign = 1 if is_higher_better(theirs.objective) else -1
     constant = released.constant_score if known else None
@@ -404,7 +404,7 @@ def add_vetoes(
     if labels := checks.compare_labels(model.classes, ours, theirs):
         comparisons["label" if isinstance(model.objective, Multilabel) else "class"] = labels
     for kind, of_kind in comparisons.items():
-        check, judgement.parts[kind] = checks.check_losses(kind, of_kind, policy)
+        check, judgement.parts[kind] = checks.check_parts_not_worse(kind, of_kind, policy)
         judgement.verdict.checks.append(check)
     if ours.classifies and theirs.classifies:
         judgement.verdict.checks.append(checks.check_likelihood(ours, theirs, policy))

@@ -24,7 +24,7 @@ class JudgedSamples:
 
     trained: Digests  # [N], validation samples included; empty: not known
     tested: Digests  # [n]; empty: not known
-    answers: Floats  # [n], the result of list_answers()
+    answers: Floats  # [n], the result of answer_qualities()
 
     def write(self, path: Path) -> None:
         with replace_file(path) as file:
@@ -36,11 +36,12 @@ class JudgedSamples:
             return cls(stored["trained"], stored["tested"], stored["answers"])
 
 
-def list_answers(found: Evaluation) -> Floats:
-    """Return the quality of each sample's answer [n], which depends on the model and the sample alone.
+def answer_qualities(found: Evaluation) -> Floats:
+    """Return a number for the quality of the model's answer on each sample, [n].
 
     For classification, a right class is 1 and a wrong class is 0. For other objectives the quality is minus the loss.
-    Scores are not used, because a pseudo-value depends on all samples of the split.
+    The numbers depend on the model and the sample alone. Scores may be pseudo-values, which depend on all samples of
+    the split, and are not used here.
     """
     return found.correct.astype(np.float64) if found.classifies else -mean_losses(found.columns).numpy()
 

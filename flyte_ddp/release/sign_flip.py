@@ -100,15 +100,18 @@ def p_value_of_integers(differences: Integers) -> float:
     total, lost = int(values @ counts), -int(differences[differences < 0].sum())
     # P(a random negative part is at most ``lost``). It is symmetric about total / 2.
     if 2 * lost < total:
-        return probability_of_at_most(lost, values, counts)
-    return 1.0 - probability_of_at_most(total - lost - 1, values, counts, least=1e-17)
+        return probability_of_coin_sum(lost, values, counts)
+    return 1.0 - probability_of_coin_sum(total - lost - 1, values, counts, least=1e-17)
 
 
-def probability_of_at_most(most: int, values: Integers, counts: Integers, least: float = 0.0) -> float:
-    """Return the probability that a sum over random coins is at most ``most``.
+def probability_of_coin_sum(most: int, values: Integers, counts: Integers, least: float = 0.0) -> float:
+    """Return the probability that fair coins which show heads are worth at most ``most`` together.
 
-    Each of the ascending, positive ``values`` [U] is on ``counts`` [U] fair coins. A coin that shows heads adds its
-    value. ``most`` must be below half of the sum of all coins. Returns 0 if the probability is surely below ``least``.
+    Args:
+        most: The limit of the sum. Must be below half of the worth of all coins.
+        values: The worth of a coin of each kind, positive and ascending, [U].
+        counts: The number of coins of each kind, [U].
+        least: If an upper bound of the probability is below ``least``, returns 0 early.
     """
     # With biased coins, heads with probability 1 / (1 + exp(tilt * value)), ``most`` is the mean of the sum. The result
     # is a constant times the sum of P(most - m) * exp(-tilt * m) over m from 0 to ``most``. P is the inverse Fourier

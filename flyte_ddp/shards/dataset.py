@@ -41,14 +41,15 @@ class OpenShard:
         self.close: Callable[[], object] | None = None
 
     @contextmanager
-    def keep_open(self) -> Iterator[OpenShard]:
-        """Yield this shard, open and safe from eviction.
+    def pin(self) -> Iterator[OpenShard]:
+        """Protect this shard from eviction during the block, and yield the shard, which is open.
 
-        Downloads the shard if needed, and waits up to 60 s for room in the cache. After the block the file stays open.
-        If no other thread uses the shard, the shard may then be evicted.
+        Downloads the shard if needed, in up to 4 tries. Waits up to 60 s for room in the cache. If another process is
+        downloading or checking the same shard, waits without limit. Meanwhile other threads that want this shard wait,
+        too. After the block the file stays open. If no other thread uses the shard, the shard may then be evicted.
 
         Raises:
-            UserError: The shard is unreadable or differs from the index.
+            UserError: The shard is unreadable or differs from the index, or the cache folder cannot be written.
             CacheFullError: The cache was full for 60 s.
         """
         with self.lock:
@@ -109,7 +110,7 @@ class OpenShard:
         """Open the shard by :meth:`ShardCache.open_shard`. While the cache is full, retry for 60 s.
 
         Raises:
-            UserError: The shard is unreadable or differs from the index.
+            UserError: The shard is unreadable or differs from the index, or the cache folder cannot be written.
             CacheFullError: The cache was full for 60 s.
         """
         deadline = time.monotonic() + WAIT_FOR_ROOM
@@ -169,13 +170,14 @@ class ShardReader:
         return self.open_shards
 
     def read_sample(self, sample: int, wanted: Container[str] | None = None) -> tuple[str, dict[str, bytes]]:
-        """Read a sample by number, and return key and contents by extension. Downloads the shard if needed.
+        """Read a sample by number, and return key and contents by extension.
 
-        ``wanted`` holds the lower-case extensions to read, or is None for all. The extensions in the result are as in
-        the shard.
+        Downloads the shard if needed, and waits as :meth:`OpenShard.pin` does. ``wanted`` holds the lower-case
+        extensions to read, or is None for all. The extensions in the result are as in the shard.
 
         Raises:
-            UserError: The shard is unreadable, damaged, or differs from the index.
+            UserError: The shard is unreadable, damaged, or differs from the index, or the cache folder cannot be
+                written.
             CacheFullError: The cache was full for 60 s.
         """
         number, inside = self.index.locate(sample)
@@ -195,13 +197,14 @@ class ShardReader:
 
     @contextmanager
     def open_shard(self, number: int) -> Iterator[OpenShard]:
-        """Yield the shard with this number, open and safe from eviction in the block. Downloads the shard if needed.
+        """Yield the shard with this number, open and safe from eviction in the block.
 
-        If more than ``most_open`` shards are open, closes the least recently used shard. If the shard was to be fetched
-        ahead, starts threads that fetch the next shards.
+        Downloads the shard if needed, and waits as :meth:`OpenShard.pin` does. If more than ``most_open`` shards are
+        open, closes the least recently used shard. If the shard was to be fetched ahead, starts threads that fetch the
+        next shards.
 
         Raises:
-            UserError: The shard is unreadable or differs from the index.
+            UserError: The shard is unreadable or differs from the index, or the cache folder cannot be written.
             CacheFullError: The cache was full for 60 s.
         """
         state = self.state
@@ -211,7 +214,7 @@ class ShardReader:
             while len(state.shards) > self.most_open:
                 # weakref.finalize closes the file when its last reader drops the object.
                 del state.shards[next(iter(state.shards))]
-        with shard.keep_open():
+        with shard.pin():
             if number in state.ahead or number in state.wanted:
                 self.skip_read([number])
             yield shard
@@ -274,11 +277,15 @@ class ShardDataset:
         return len(self.index)
 
     def __getitem__(self, number: Any) -> dict[str, Any]:
-        """Return a sample as a dict. Negative numbers count from the end. Downloads the shard if needed.
+        """Return a sample as a dict. Negative numbers count from the end.
+
+        Downloads the shard if needed, in up to 4 tries. Waits up to 60 s for room in the cache, and without limit for
+        another process that downloads or checks the same shard.
 
         Raises:
             IndexError: The number is out of range.
-            UserError: The shard is unreadable or differs from the index, or a member cannot be decoded.
+            UserError: The shard is unreadable or differs from the index, a member cannot be decoded, or the cache
+                folder cannot be written.
             CacheFullError: The cache was full for 60 s.
         """
         number = operator.index(number)

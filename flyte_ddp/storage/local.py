@@ -58,9 +58,13 @@ def read_chunks(file: BinaryIO, length: int) -> Iterator[bytes]:
 
 
 def stat_file(address: str) -> Entry:
-    """Return the size, and the time of the last change (ns) as the tag.
+    """Return an Entry with the size of a file.
 
-    Raises MissingError if the file does not exist or is not a regular file.
+    The Entry's name is empty, and its tag is the time of the last change (ns).
+
+    Raises:
+        MissingError: The file does not exist or is not a regular file.
+        UnavailableError: The properties of the file cannot be read.
     """
     with translate_os_errors():
         status = require_local_path(address).stat()

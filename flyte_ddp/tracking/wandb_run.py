@@ -168,7 +168,7 @@ class WandbProcess:
         return sent
 
     def remove_empty_folder(self) -> None:
-        """Remove the folder ``wandb`` unless it has files with content."""
+        """Remove an empty feed.log, and then the folder ``wandb`` if nothing else is in the folder. Ignore errors."""
         log = self.folder / LOG
         with suppress(OSError):  # the folder has other files
             if not log.stat().st_size:

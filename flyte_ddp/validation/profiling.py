@@ -154,8 +154,8 @@ def check_profile(profile: DataProfile, hp: Hyperparameters, *, max_duplicates: 
     """
     what = profile.compared
     # User-defined objectives of samples other than images may need no classes. Otherwise training reports it.
-    of_numbers = profile.targets in (LABELS, NUMBERS) or what == "inputs"
-    names, problems = resolve_class_names(profile.classes, hp, of_numbers=of_numbers), list[str]()
+    may_be_empty = profile.targets in (LABELS, NUMBERS) or what == "inputs"
+    names, problems = resolve_class_names(profile.classes, hp, may_be_empty=may_be_empty), list[str]()
     bad = join_first(sorted(profile.bad))
     undecodable = profile.training.undecodable + profile.test.undecodable
     if undecodable > hp.bad_samples:

@@ -30,7 +30,7 @@ def check_classes(
     one, other = (answers(correct, labels, len(names)) for correct in (challenger, champion))
     parts = {name: np.flatnonzero(labels == place) for place, name in enumerate(names)}
     pairs = {name: checks.compare_evaluations(one, other, part) for name, part in parts.items()}
-    return checks.check_losses("class", pairs, Policy(**policy))
+    return checks.check_parts_not_worse("class", pairs, Policy(**policy))
 
 
 def test_a_class_that_loses_is_a_veto_that_names_it() -> None:

@@ -289,7 +289,7 @@ def test_a_class_is_compared_by_what_is_right(measure: str) -> None:
     challenger = of_scores(truth, [0.9] * 20 + [0.1] * 20 + [0.1] * 60, measure)
     pair = checks.compare_part(challenger, champion, np.arange(40))
     assert (pair.gained, pair.lost, pair.difference) == (0, 20, -0.5)
-    check, _ = checks.check_losses("class", {"yes": pair}, Policy())
+    check, _ = checks.check_parts_not_worse("class", {"yes": pair}, Policy())
     assert not check.passed
     assert checks.is_decision(challenger.objective)
     assert not checks.is_decision(of_scores(truth, [0.9] * 100, "auroc").objective)

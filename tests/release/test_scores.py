@@ -23,7 +23,7 @@ from flyte_ddp.objectives import (
     Segmentation,
     make_objective,
 )
-from flyte_ddp.release.checks import check_losses, compare_evaluations, compare_labels
+from flyte_ddp.release.checks import check_parts_not_worse, compare_evaluations, compare_labels
 from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.scores import (
@@ -202,7 +202,7 @@ def test_a_label_that_loses_is_named() -> None:
     worse = logits.clone()
     worse[:, 1] = torch.from_numpy(np.random.default_rng(6).normal(size=N))
     champion, challenger = (evaluate(objective, outputs, truth) for outputs in (logits, worse))
-    check, rows = check_losses("label", compare_labels(LABELS, challenger, champion), Policy())
+    check, rows = check_parts_not_worse("label", compare_labels(LABELS, challenger, champion), Policy())
     assert [row.name for row in rows if not row.passed] == ["sea"]
     assert check.reason.startswith("label 'sea' loses: F1 worse by 0.")
     assert compare_evaluations(challenger, champion).p_value() > 0.99

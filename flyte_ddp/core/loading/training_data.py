@@ -47,7 +47,7 @@ class TrainingData(Protocol):
         """
 
     def name_classes(self, *, of_numbers: bool) -> tuple[str, ...]:
-        """Return the names of the classes, or () if there are none and ``of_numbers`` is True.
+        """Return the names of the classes. If ``of_numbers`` is True, targets need no classes, and () may be returned.
 
         Raises:
             UserError: The numbers of classes differ, or no number is known and ``of_numbers`` is False.
