@@ -153,8 +153,8 @@ def model(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
 
 if FAULT and dist.is_initialized():  # in a rank
     from flyte_ddp.core.loading.split import Split
-    from flyte_ddp.core.runs import checkpoint
     from flyte_ddp.core.models import saving
+    from flyte_ddp.core.runs import checkpoint
 
     passing("import")
     before(Split, "load_batch", "data")
