@@ -24,7 +24,7 @@ from flyte_ddp.core.order.sampling import ListedOrder
 from flyte_ddp.core.settings import Settings
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.datasets.encoded import opening
-from flyte_ddp.datasets.prepared import open_splits
+from flyte_ddp.datasets.prepared import order_and_open_splits
 from flyte_ddp.plans.resolve import detect_hardware
 
 OPERATIONS, BATCH, SIDE = 500, 2, 64  # so that one core decodes a batch in less than a step
@@ -88,7 +88,8 @@ def open_training(side: str, order: dict[str, Any]) -> Split:
     prepared = fetch(hp.dataset, "", folder / "prepared", test_dataset=hp.test_dataset, progress="off")
     opening.start_pool = lambda loaders, *_: POOLS[side](loaders)  # as start_pool chooses by the device
     settings = Settings(progress="off", cache_folder=folder / "cache")
-    return open_splits(open_prepared(prepared), hp, detect_hardware(hp), torch.device("cpu"), settings).training
+    data, hardware = open_prepared(prepared), detect_hardware(hp)
+    return order_and_open_splits(data, hp, hardware, torch.device("cpu"), settings).training
 
 
 def train_epoch(split: Split, model: nn.Module, optimizer: torch.optim.Optimizer, epoch: int) -> float:

@@ -117,8 +117,8 @@ def run_part(
         output_folder=unfinished,
         identity=checkpoint_identity(hp, data),
         settings=settings,
-        own_code=hp.own_code(),
-        on_host="flyte_ddp.plans.data_on_host:find_data_on_host",
+        user_code=hp.own_code(),
+        host_function="flyte_ddp.plans.data_on_host:find_data_on_host",
     )
     with (
         open_run(work, run_folder, (RUNG, *OUTPUTS)) as work,

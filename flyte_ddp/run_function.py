@@ -121,7 +121,7 @@ def run_call(
         output_folder=folder,  # not unfinished/ in it, so that returned paths stay valid
         identity=Identity({"the function": call.name, **call.shown}, user_code=call.code),
         settings=settings,
-        own_code=call.own_code,
+        user_code=call.user_code,
     )
     with (
         open_run(work, folder, (REPORT, RETURNED), is_temporary=is_temporary) as work,

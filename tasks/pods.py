@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Optional
 from flytekit import Cache, PodTemplate, Secret
 from flytekit.extras.accelerators import GPUAccelerator
 
-from flyte_ddp.core.settings import REGISTRY_PODS, REQUESTED_GPUS, read_number, read_text, read_whole_number
+from flyte_ddp.core.settings import (
+    REGISTRY_PODS,
+    REQUESTED_GPUS,
+    read_number_variable,
+    read_text_variable,
+    read_whole_number_variable,
+)
 from flyte_ddp.core.user_code.digest import library_digest
 from flyte_ddp.pods import environment
 from flyte_ddp.pods.profiles import Size, chosen_profile, size_of_part
@@ -71,7 +77,7 @@ def launching_pod(size: Size) -> TaskOptions:
         "secret_requests": [Secret(*secret, mount_requirement=Secret.MountType.ENV_VAR)] if secret else [],
         "interruptible": profile.interruptible,
         # Attempts without progress end earlier: CheckpointStore.refuse_futile_attempt.
-        "retries": read_whole_number("FLYTE_DDP_RETRIES"),
+        "retries": read_whole_number_variable("FLYTE_DDP_RETRIES"),
         **WITH_DECK,
     }
 
@@ -97,9 +103,9 @@ def pod_options(
         "requests": flytekit_resources(requests or size),
         "limits": flytekit_resources(size),
         "pod_template": RestrictedPod(),
-        "pod_template_name": template or read_text("FLYTE_DDP_POD_TEMPLATE") or None,
+        "pod_template_name": template or read_text_variable("FLYTE_DDP_POD_TEMPLATE") or None,
         "environment": environment.pod_environment() | (variables or {}),
-        "timeout": timedelta(hours=hours or read_number("FLYTE_DDP_HOURS")),
+        "timeout": timedelta(hours=hours or read_number_variable("FLYTE_DDP_HOURS")),
         "retries": 2,
     }
 

@@ -32,7 +32,7 @@ from flytekit.types.file import FlyteFile
 from torch import nn
 
 from flyte_ddp.core.errors import CollectiveError
-from flyte_ddp.core.launch.supervise.report import Cause, find_cause
+from flyte_ddp.core.launch.supervise.failure_report import Cause, classify_error
 from flyte_ddp.core.loops.in_rank import default_group_timeout, separate_group_stores
 from flyte_ddp.core.machine.process import list_helper_pids
 from flyte_ddp.core.parallel import distributed
@@ -118,7 +118,7 @@ def test_errors_of_gloo_are_known_by_their_text() -> None:
         thread.join()
     with pytest.raises(RuntimeError) as caught:
         made[0].allreduce([torch.ones(1)]).wait()
-    assert find_cause(caught.value) is Cause.TIMEOUT
+    assert classify_error(caught.value) is Cause.TIMEOUT
 
 
 @pytest.mark.canary

@@ -25,7 +25,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.checks.fields import CheckedFields, setting, short_repr
 from flyte_ddp.core.checks.parsing import MisreadError
 from flyte_ddp.core.errors import UserError, print_to_stderr
-from flyte_ddp.core.settings import read_text
+from flyte_ddp.core.settings import read_text_variable
 from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.pods.environment import REGISTRY_VARIABLE
 from flyte_ddp.pods.profiles import ENGINES
@@ -167,7 +167,7 @@ def make_launch_plan(schedule: Schedule, workflow: PythonFunctionWorkflow) -> La
     """
     given = schedule.inputs()
     kickoff = KICKOFF_TIME if KICKOFF_TIME in workflow.python_interface.inputs else None
-    recipients = [address.strip() for address in read_text("FLYTE_DDP_NOTIFY").split(",") if address.strip()]
+    recipients = [address.strip() for address in read_text_variable("FLYTE_DDP_NOTIFY").split(",") if address.strip()]
     phases = [WorkflowExecutionPhase.FAILED, WorkflowExecutionPhase.TIMED_OUT, WorkflowExecutionPhase.ABORTED]
     plan = LaunchPlan.get_or_create(
         workflow,

@@ -75,34 +75,34 @@ def read_settings() -> Settings:
     Raises:
         UserError: A number or a choice is not allowed.
     """
-    with_key = "online" if read_text("WANDB_API_KEY").strip() else "offline"
+    with_key = "online" if read_text_variable("WANDB_API_KEY").strip() else "offline"
     return Settings(
-        progress=read_choice("FLYTE_DDP_PROGRESS", ("auto", "bar", "lines", "off")),
-        checkpoint_seconds=read_number("FLYTE_DDP_CHECKPOINT_SECONDS"),
-        save_seconds=read_number("FLYTE_DDP_SAVE_SECONDS"),
-        restarts=read_whole_number("FLYTE_DDP_RESTARTS"),
-        timeout=read_number("FLYTE_DDP_TIMEOUT", at_least=1.0),
-        wandb_project=read_text("WANDB_PROJECT"),
-        wandb_entity=read_text("WANDB_ENTITY"),
-        wandb_mode=read_choice("WANDB_MODE", ("online", "offline", "disabled")) or with_key,
-        wandb_table_rows=read_whole_number("FLYTE_DDP_WANDB_TABLE_ROWS"),
-        wandb_timeout=read_number("FLYTE_DDP_WANDB_TIMEOUT"),
-        cache_folder=Path(read_text("FLYTE_DDP_CACHE") or runs_folder() / "cache").absolute(),
-        cache_bytes=read_whole_number("FLYTE_DDP_CACHE_BYTES") or None,
-        loaders=read_whole_number("FLYTE_DDP_LOADERS"),
-        results_copy=read_text("FLYTE_DDP_RESULTS"),
-        weights_source=read_text("FLYTE_DDP_WEIGHTS"),
+        progress=read_choice_variable("FLYTE_DDP_PROGRESS", ("auto", "bar", "lines", "off")),
+        checkpoint_seconds=read_number_variable("FLYTE_DDP_CHECKPOINT_SECONDS"),
+        save_seconds=read_number_variable("FLYTE_DDP_SAVE_SECONDS"),
+        restarts=read_whole_number_variable("FLYTE_DDP_RESTARTS"),
+        timeout=read_number_variable("FLYTE_DDP_TIMEOUT", at_least=1.0),
+        wandb_project=read_text_variable("WANDB_PROJECT"),
+        wandb_entity=read_text_variable("WANDB_ENTITY"),
+        wandb_mode=read_choice_variable("WANDB_MODE", ("online", "offline", "disabled")) or with_key,
+        wandb_table_rows=read_whole_number_variable("FLYTE_DDP_WANDB_TABLE_ROWS"),
+        wandb_timeout=read_number_variable("FLYTE_DDP_WANDB_TIMEOUT"),
+        cache_folder=Path(read_text_variable("FLYTE_DDP_CACHE") or runs_folder() / "cache").absolute(),
+        cache_bytes=read_whole_number_variable("FLYTE_DDP_CACHE_BYTES") or None,
+        loaders=read_whole_number_variable("FLYTE_DDP_LOADERS"),
+        results_copy=read_text_variable("FLYTE_DDP_RESULTS"),
+        weights_source=read_text_variable("FLYTE_DDP_WEIGHTS"),
     )
 
 
 def runs_folder() -> Path:
     """Return the absolute path of FLYTE_DDP_RUNS, the folder of local runs and data sets."""
-    return Path(read_text("FLYTE_DDP_RUNS")).absolute()
+    return Path(read_text_variable("FLYTE_DDP_RUNS")).absolute()
 
 
 def allowed_addresses() -> tuple[str, ...]:
     """Return the addresses (FLYTE_DDP_ALLOWED_ADDRESSES) to which an index or an HTTP redirect may lead."""
-    return tuple(filter(None, map(str.strip, read_text(ALLOWED).split(","))))
+    return tuple(filter(None, map(str.strip, read_text_variable(ALLOWED).split(","))))
 
 
 def nameable_modules() -> tuple[str, ...] | None:
@@ -117,7 +117,7 @@ def nameable_modules() -> tuple[str, ...] | None:
     Raises:
         UserError: A name is not a module name, or is in Python's standard library.
     """
-    if not (text := read_text(MODULES)):
+    if not (text := read_text_variable(MODULES)):
         return None
     names = [name for part in text.split(",") if (name := part.strip()) not in ("", ".")]
     for name in names:
@@ -129,7 +129,7 @@ def nameable_modules() -> tuple[str, ...] | None:
     return tuple(names)
 
 
-def read_text(name: str) -> str:
+def read_text_variable(name: str) -> str:
     """Return the value of an environment variable, else its default in variables.toml, else "" (no default).
 
     An empty variable counts as not set. A name that is not in variables.toml raises KeyError.
@@ -138,19 +138,19 @@ def read_text(name: str) -> str:
     return os.environ.get(name) or ("" if default.startswith("(") else default)
 
 
-def read_choice(name: str, choices: tuple[str, ...]) -> str:
+def read_choice_variable(name: str, choices: tuple[str, ...]) -> str:
     """Return the value of an environment variable, or its default.
 
     Raises:
         UserError: The value is not empty, and is not one of ``choices``.
     """
-    value = read_text(name)
+    value = read_text_variable(name)
     if value and value not in choices:
         raise UserError(f"{name}={value!r}: choose one of {', '.join(choices)}")
     return value
 
 
-def read_number(name: str, at_least: float = 0.0) -> float:
+def read_number_variable(name: str, at_least: float = 0.0) -> float:
     """Return the number in an environment variable, or its default in variables.toml.
 
     An empty variable counts as not set. A name that is not in variables.toml raises KeyError.
@@ -158,7 +158,7 @@ def read_number(name: str, at_least: float = 0.0) -> float:
     Raises:
         UserError: The text is not a number, or the number is not finite or is below ``at_least``.
     """
-    text = read_text(name)
+    text = read_text_variable(name)
     try:
         value = float(text)
     except ValueError:
@@ -168,13 +168,13 @@ def read_number(name: str, at_least: float = 0.0) -> float:
     return value
 
 
-def read_whole_number(name: str) -> int:
+def read_whole_number_variable(name: str) -> int:
     """Return the whole number in an environment variable, or its default.
 
     Raises:
         UserError: The value is not a whole number of at least 0.
     """
-    value = read_number(name)
+    value = read_number_variable(name)
     if value != int(value):
         raise UserError(f"{name}={os.environ[name]!r}: must be a whole number")
     return int(value)

@@ -12,7 +12,7 @@ from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.machine import waiting
 from flyte_ddp.core.progress import Progress
 from flyte_ddp.core.samples.leaves import Leaves, form_of, group_leaves, require_array, restore_leaves
-from flyte_ddp.core.settings import read_number
+from flyte_ddp.core.settings import read_number_variable
 from flyte_ddp.core.user_code.callables import load_callable, require_positional_arguments
 from flyte_ddp.core.user_code.source import user_source_digest
 from flyte_ddp.datasets.images import image_arrays
@@ -70,7 +70,7 @@ class CustomSet:
             MachineError: An item did not arrive within FLYTE_DDP_TIMEOUT.
         """
         del workspace  # user code decides where to download to
-        waiting.limit_seconds = read_number("FLYTE_DDP_TIMEOUT", at_least=1.0)
+        waiting.limit_seconds = read_number_variable("FLYTE_DDP_TIMEOUT", at_least=1.0)
         function = load_callable(self.spec)
         if isinstance(function, type) and issubclass(function, Table):
             function = partial(load_table, self.spec, function)

@@ -47,7 +47,7 @@ class ItemSet(PreparedSet):
         """Open this rank's splits. Arrays need processes only if augmentation or collate are user-defined."""
         from flyte_ddp.datasets import items
 
-        return items.open_splits(self, orders, hp, device, settings.loaders)
+        return items.open_item_splits(self, orders, hp, device, settings.loaders)
 
     def open_test_split(self, opening: Opening) -> tuple[Split, ModelInput]:
         from flyte_ddp.datasets import items

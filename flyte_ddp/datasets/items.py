@@ -21,7 +21,7 @@ from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.loading.arrays import open_array_batches
 from flyte_ddp.core.loading.batch_memory import BatchMemory
 from flyte_ddp.core.loading.collate import PADDED, STACKED, Samples, Types, batch_samples
-from flyte_ddp.core.loading.samples import SampleLoader
+from flyte_ddp.core.loading.sample_loader import SampleLoader
 from flyte_ddp.core.loading.split import Batch, BatchSource, CheckTargets, Split, Splits, TargetSpec
 from flyte_ddp.core.loading.user_functions import (
     NO_AUGMENTATION,
@@ -368,7 +368,7 @@ def spec_of_single_target(targets: LeavesSpec) -> TargetSpec | None:
     return TargetSpec(dtype, tuple(1 if size is None else size for size in leaf.shape), varies=None in leaf.shape)
 
 
-def open_splits(data: ItemSet, orders: Orders, hp: Hyperparameters, device: torch.device, workers: int) -> Splits:
+def open_item_splits(data: ItemSet, orders: Orders, hp: Hyperparameters, device: torch.device, workers: int) -> Splits:
     """Open this rank's splits of a set of items.
 
     If items, augmentation or collate are user-defined, starts ``workers`` processes (on Linux). Without user code,

@@ -57,7 +57,7 @@ def open_prepared(folder: Path) -> PreparedSet:
     return kind.open(folder)
 
 
-def open_splits(
+def order_and_open_splits(
     data: PreparedSet, hp: Hyperparameters, hardware: Hardware, device: torch.device, settings: Settings
 ) -> Splits:
     """Open this rank's splits, and start threads or processes that load samples.
@@ -70,13 +70,13 @@ def open_splits(
         UserCodeError: User code fails on a sample that is read here.
     """
     orders = data.order_splits(hp.validation_fraction, hp.seed, hp.shuffle_shards)
-    orders["training"] = order_training(data, orders["training"], hp.sampling)
+    orders["training"] = apply_sampling(data, orders["training"], hp.sampling)
     # With a GPU, one core is left for the rank's thread, which starts the GPU's work.
     loaders = settings.loaders or max(1, hardware.threads - (device.type == "cuda"))
     return data.open_splits(orders, hp, device, replace(settings, loaders=loaders))
 
 
-def order_training(data: PreparedSet, order: SampleOrder, sampling: str) -> SampleOrder:
+def apply_sampling(data: PreparedSet, order: SampleOrder, sampling: str) -> SampleOrder:
     """Return ``order`` changed as the hyperparameter ``sampling`` says. "shuffled" returns ``order`` unchanged.
 
     A user-defined function is called twice here, to check that both calls choose the same samples. Later, the returned
@@ -141,7 +141,7 @@ def check_prepared_set(folder: Path, hp: Hyperparameters) -> list[str]:
         if counts or not len(orders["validation"]):
             check_positives(hp.threshold, classes[1], counts[1] if counts else 0)
     if ":" not in hp.sampling:  # a user-defined function runs in ranks only
-        order_training(data, orders["training"], hp.sampling)
+        apply_sampling(data, orders["training"], hp.sampling)
     return [*notes, *data.notes()]
 
 

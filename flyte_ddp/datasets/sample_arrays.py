@@ -277,7 +277,7 @@ def make_arrays(
         # Only training samples are checked, because new rows and test rows may lie closer together.
         distinct = side == "train"
         parts[f"{side}_inputs"], ids[f"{side}_ids"] = convert_inputs(f"{side}_", inputs, named, distinct=distinct)
-        parts[f"{side}_targets"] = number_truth_values(store_leaves(f"{side}_targets", targets, distinct=distinct))
+        parts[f"{side}_targets"] = number_truth_values(convert_leaves(f"{side}_targets", targets, distinct=distinct))
         require_one_length({f"{side}_{kind}": parts[f"{side}_{kind}"] for kind in ("inputs", "targets")})
     for kind in ("inputs", "targets"):
         train_part, test_part = f"train_{kind}", f"test_{kind}"
@@ -329,7 +329,7 @@ def convert_new_inputs(
         UserError: Inputs are empty, not numeric, or of unequal lengths, or a name of a leaf is unfit.
     """
     name = f"{prefix}inputs"
-    stored = store_leaves(name, inputs, distinct=distinct)
+    stored = convert_leaves(name, inputs, distinct=distinct)
     if stored is None:
         raise UserError(f"{name}: are None; give at least one array")
     ids = None if given_ids is None else np.array([*map(convert_id, given_ids)])
@@ -349,7 +349,7 @@ def convert_id(given: Any) -> str:
     return str(int(given)) if whole else str(given)
 
 
-def store_leaves(name: str, leaves: Any, *, distinct: bool = False) -> Leaves:
+def convert_leaves(name: str, leaves: Any, *, distinct: bool = False) -> Leaves:
     """Return leaves, in the same form, as contiguous arrays or Ragged in the types that are stored. None stays None.
 
     Args:
@@ -365,10 +365,10 @@ def store_leaves(name: str, leaves: Any, *, distinct: bool = False) -> Leaves:
         if not name_leaves(leaves):
             raise UserError(f"{name}: has no array; give at least one")
         named = {
-            key: store_leaf(f"{name}[{key!r}]", leaf, distinct=distinct) for key, leaf in name_leaves(leaves).items()
+            key: convert_leaf(f"{name}[{key!r}]", leaf, distinct=distinct) for key, leaf in name_leaves(leaves).items()
         }
         return restore_leaves(form_of(leaves), named)
-    return None if leaves is None else store_leaf(name, leaves, distinct=distinct)
+    return None if leaves is None else convert_leaf(name, leaves, distinct=distinct)
 
 
 def require_identifiers(name: str, leaves: Leaves) -> None:
@@ -385,7 +385,7 @@ def require_identifiers(name: str, leaves: Leaves) -> None:
             raise UserError(f"{name}: the name {key!r} is reserved; rename it here and in the model's forward")
 
 
-def store_leaf(name: str, given: Any, *, distinct: bool = False) -> NDArray[Any] | Ragged:
+def convert_leaf(name: str, given: Any, *, distinct: bool = False) -> NDArray[Any] | Ragged:
     """Return a leaf as a contiguous array [N, ...] in the stored type, or as Ragged if samples have different lengths.
 
     Args:
@@ -401,7 +401,7 @@ def store_leaf(name: str, given: Any, *, distinct: bool = False) -> NDArray[Any]
         array = require_array(name, values)
     except UserError:
         if hasattr(values, "to_list"):  # an awkward array with samples of different lengths
-            return store_leaf(name, values.to_list(), distinct=distinct)
+            return convert_leaf(name, values.to_list(), distinct=distinct)
         if not isinstance(values, list):
             raise
         # A list of arrays of different shapes.
@@ -409,7 +409,7 @@ def store_leaf(name: str, given: Any, *, distinct: bool = False) -> NDArray[Any]
         return convert_ragged(name, samples, distinct=distinct)
     is_column = array.ndim == 1 and array.dtype == object and not isinstance(values, list)
     if is_column and all(isinstance(sample, (list, np.ndarray)) for sample in array):  # a column of lists
-        return store_leaf(name, [*array], distinct=distinct)
+        return convert_leaf(name, [*array], distinct=distinct)
     array = columns.convert_columns(name, given, array)
     if not array.ndim or not len(array):
         raise UserError(f"{name}: must be an array [samples, ...] with at least one sample, got {list(array.shape)}")

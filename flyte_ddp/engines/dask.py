@@ -62,7 +62,7 @@ def launch(work: Work, *, client: Any = None, retries: int = 0, awaited_hosts: i
                 descriptions = describe_workers(cluster)
                 workers = choose_workers(descriptions, num_ranks)
                 devices = choose_gpus(workers, run_on_workers(cluster, os.getenv, DEVICES, workers=workers))
-                files = sources.pack_sources(*work.own_code)
+                files = sources.pack_sources(*work.user_code)
                 run = wrap_by_value(agent.run_agent)
                 tasks = []
                 for rank, worker in enumerate(workers):

@@ -28,7 +28,7 @@ def find_data_on_host(work: Work) -> Work:
         UserError: The fetched data differ from the launcher's data, or cannot be fetched.
     """
     given: TrainingJob = work.arguments
-    if read_prepared_digest(given.data) == work.identity.data:
+    if read_prepared_digest(given.data_folder) == work.identity.data:
         return work
     hp = cast("Hyperparameters", given.plan.hyperparameters)
     folder = cached_data_folder(hp, work.identity.data, work.settings.cache_folder)
@@ -42,7 +42,7 @@ def find_data_on_host(work: Work) -> Work:
             f"dataset={hp.dataset!r}: the data fetched on this host differ from the launcher's data; give an address "
             "that all hosts share, or run again if the data set has just changed"
         )
-    return replace(work, arguments=replace(given, data=folder))
+    return replace(work, arguments=replace(given, data_folder=folder))
 
 
 def offer_data_on_host(hp: Hyperparameters, data: Path, cache_folder: Path) -> None:

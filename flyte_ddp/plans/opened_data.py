@@ -18,7 +18,7 @@ from flyte_ddp.core.order.sampling import Indices, Order
 from flyte_ddp.core.samples.leaves import Leaves, Ragged
 from flyte_ddp.core.samples.preprocessing import TABLE
 from flyte_ddp.core.settings import Settings
-from flyte_ddp.datasets.prepared import count_training_classes, open_splits, resolve_class_names
+from flyte_ddp.datasets.prepared import count_training_classes, order_and_open_splits, resolve_class_names
 from flyte_ddp.datasets.prepared_set import PreparedSet
 from flyte_ddp.datasets.rows import normalize_columns
 
@@ -38,7 +38,7 @@ class OpenedData:
         )
 
     def open_splits(self, hardware: Hardware, device: torch.device, settings: Settings) -> Splits:
-        return open_splits(self.prepared, self.hp, hardware, device, settings)
+        return order_and_open_splits(self.prepared, self.hp, hardware, device, settings)
 
     def name_classes(self, *, of_numbers: bool) -> tuple[str, ...]:
         return resolve_class_names(self.prepared.class_names(of_numbers=of_numbers), self.hp, may_be_empty=of_numbers)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from flyte_ddp.core.errors import StoppedError, UnreachableError, print_to_stderr
-from flyte_ddp.core.settings import read_whole_number
+from flyte_ddp.core.settings import read_whole_number_variable
 from flyte_ddp.pods.retries import PodTerminated
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ def join_job(
         exit_for_replacement("this pod must end", 128 + signal.SIGTERM)
     except RendezvousTimeoutError:
         raise UnreachableError(
-            f"not all required pods reached {store} within {read_whole_number(MEET_VARIABLE)} s ({MEET_VARIABLE}); "
-            "check which pods are not running, and why; the next attempt will try again"
+            f"not all required pods reached {store} within {read_whole_number_variable(MEET_VARIABLE)} s "
+            f"({MEET_VARIABLE}); check which pods are not running, and why; the next attempt will try again"
         ) from None
     except (RendezvousError, DistError) as lost:
         exit_for_replacement(f"Elastic's store at {store} is gone ({type(lost).__name__})", 1)

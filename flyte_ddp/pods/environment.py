@@ -16,7 +16,7 @@ from flyte_ddp.core.settings import (
     TRAINING_PODS,
     load_variables_file,
     nameable_modules,
-    read_text,
+    read_text_variable,
     read_variable_table,
 )
 from flyte_ddp.core.text.credentials import refuse_credentials
@@ -41,9 +41,9 @@ def pod_environment() -> dict[str, str]:
     """
     return {
         CODE_VARIABLE: package_digest(),
-        PROFILE_VARIABLE: read_text(PROFILE_VARIABLE),
+        PROFILE_VARIABLE: read_text_variable(PROFILE_VARIABLE),
         REQUESTED_GPUS: str(chosen_profile().gpus),
-        NODES_VARIABLE: read_text(NODES_VARIABLE),
+        NODES_VARIABLE: read_text_variable(NODES_VARIABLE),
         MODULES: ".",
         **registered_settings(ALL_PODS),
     }
@@ -133,7 +133,7 @@ def wandb_secret_id() -> tuple[str, str] | None:
         UserError: FLYTE_DDP_WANDB_SECRET is malformed.
     """
     # By default pods without GPUs get no secret, because they mostly run tests.
-    name = read_text(SECRET_VARIABLE) or (DEFAULT_SECRET if chosen_profile().gpus else "off")
+    name = read_text_variable(SECRET_VARIABLE) or (DEFAULT_SECRET if chosen_profile().gpus else "off")
     if name == "off":
         return None
     group, _, key = name.partition("/")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from flyte_ddp.core.errors import UserError, shorten_path
 from flyte_ddp.core.files import atomic_write
-from flyte_ddp.core.settings import read_text, runs_folder
+from flyte_ddp.core.settings import read_text_variable, runs_folder
 from flyte_ddp.pods.environment import REGISTRY_VARIABLE
 from flyte_ddp.pods.outcomes import print_outcome
 from flyte_ddp.pods.platforms import is_in_pod, pod_folder
@@ -32,7 +32,7 @@ def registry_address() -> str:
     Raises:
         UserError: In a pod, the address is not remote.
     """
-    address = read_text(REGISTRY_VARIABLE)
+    address = read_text_variable(REGISTRY_VARIABLE)
     if not is_in_pod():
         return address or str(runs_folder() / "registry")
     if "://" not in address:

@@ -11,7 +11,7 @@ from decimal import Decimal
 
 from flyte_ddp.core.errors import UserError, unknown_name_error
 from flyte_ddp.core.machine.resources import MOST_CPU_RANKS
-from flyte_ddp.core.settings import read_text
+from flyte_ddp.core.settings import read_text_variable
 
 PROFILE_VARIABLE = "FLYTE_DDP_PROFILE"
 NODES_VARIABLE = "FLYTE_DDP_NODES"
@@ -95,7 +95,7 @@ def chosen_profile() -> Profile:
     Raises:
         UserError: No profile has this name.
     """
-    name = read_text(PROFILE_VARIABLE)
+    name = read_text_variable(PROFILE_VARIABLE)
     if name not in PROFILES:
         raise unknown_name_error(PROFILE_VARIABLE, name, PROFILES)
     return PROFILES[name]
@@ -121,7 +121,7 @@ def read_node_range() -> tuple[int, int]:
     Raises:
         UserError: The variable is malformed.
     """
-    text = read_text(NODES_VARIABLE)
+    text = read_text_variable(NODES_VARIABLE)
     least, _, most = text.partition(":")
     try:
         nodes = int(least), int(most or least)

@@ -14,7 +14,7 @@ from flyte_ddp.core.errors import MachineError, RankError, StoppedError, Unreach
 from flyte_ddp.core.files import file_version
 from flyte_ddp.core.machine.process import postpone_signal, signal_handlers
 from flyte_ddp.core.runs.checkpoint import FOLDER, SLOTS
-from flyte_ddp.core.settings import Settings, read_number, read_text
+from flyte_ddp.core.settings import Settings, read_number_variable, read_text_variable
 from flyte_ddp.pods import environment
 from flyte_ddp.pods.checkpoint_store import CheckpointStore
 from flyte_ddp.pods.platforms import Platform, execution_names, is_in_pod, storage_address
@@ -142,7 +142,7 @@ def open_checkpoint_store(platform: Platform, run: str) -> CheckpointStore:
         posixpath.join(checkpoints_address(platform.output_address()), project, domain, run),
         execution=execution,
         attempt=int(os.environ.get("FLYTE_ATTEMPT_NUMBER") or 0),
-        days=read_number("FLYTE_DDP_CHECKPOINT_DAYS"),
+        days=read_number_variable("FLYTE_DDP_CHECKPOINT_DAYS"),
         from_scratch=bool(os.environ.get(environment.FROM_SCRATCH_VARIABLE)),
     )
 
@@ -153,7 +153,7 @@ def checkpoints_address(output_address: str) -> str:
     The address is FLYTE_DDP_CHECKPOINTS, or a folder beside the parent folder of the outputs.
     """
     beside = f"{posixpath.dirname(posixpath.dirname(output_address.rstrip('/')))}/flyte-ddp-checkpoints"
-    return storage_address(read_text("FLYTE_DDP_CHECKPOINTS") or beside)
+    return storage_address(read_text_variable("FLYTE_DDP_CHECKPOINTS") or beside)
 
 
 def start_thread_in_context(name: str, work: Callable[[], None], *, daemon: bool = False) -> threading.Thread:

@@ -191,7 +191,7 @@ class Predictor:
         self.undefined += [batch.ids[place] for place in compress(decoded, undefined)]
         targets = batch.targets[decoded] if isinstance(batch.targets, Tensor) else batch.targets
         answers = TableColumns()
-        for name, values in find_answers(self.model, outputs, targets, undefined, self.top_answers).items():
+        for name, values in make_answer_columns(self.model, outputs, targets, undefined, self.top_answers).items():
             cells: list[Any] = [""] * samples
             for place, value in zip(decoded, values, strict=True):
                 cells[place] = value
@@ -329,7 +329,7 @@ def write_mask(folder: Path, name: str, mask: NDArray[Any], classes: int) -> str
     return file.relative_to(folder.parent).as_posix()
 
 
-def find_answers(
+def make_answer_columns(
     model: SavedModel, outputs: Any, targets: Leaves, undefined: NDArray[np.bool_], top_classes: int = 0
 ) -> TableColumns:
     """Return the objective's answers by column, with texts replaced by "" where ``undefined`` [n].

@@ -16,7 +16,7 @@ from flyte_ddp.core.loading.workers import limit_threads
 from flyte_ddp.core.lookahead import map_in_threads
 from flyte_ddp.core.machine.resources import count_cores
 from flyte_ddp.core.models import saving
-from flyte_ddp.core.models.inputs import InputSpec, LeavesSpec, explain_model_errors, prepare_inputs
+from flyte_ddp.core.models.inputs import InputSpec, LeavesSpec, prepare_inputs, translate_input_errors
 from flyte_ddp.core.models.sidecar import MIDDLE
 from flyte_ddp.core.objectives.objective import convert_outputs, map_floats
 from flyte_ddp.core.samples.leaves import IGNORED, Leaves, call_with_leaves, form_of, name_leaves, restore_leaves
@@ -88,7 +88,7 @@ class SavedModel:
         The columns of classes are in the order of ``classes``. Raises UserError if the model does not accept the
         inputs.
         """
-        with torch.no_grad(), explain_model_errors(self.sidecar.model, self.module, inputs):
+        with torch.no_grad(), translate_input_errors(self.sidecar.model, self.module, inputs):
             outputs = convert_outputs(call_with_leaves(self.module, inputs), torch.float32)
         if self.order is None:
             return outputs

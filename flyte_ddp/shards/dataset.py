@@ -17,8 +17,8 @@ from flyte_ddp import storage
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.files import unlock_file
 from flyte_ddp.shards.cache import CacheFullError, ShardCache, mark_as_used, unusable_shard_error
-from flyte_ddp.shards.decoding import decode_sample
 from flyte_ddp.shards.index import Shard, ShardIndex, read_index
+from flyte_ddp.shards.members import decode_sample
 from flyte_ddp.shards.tar import iterate_members, read_table_or_none, tabulate_members
 
 MOST_OPEN = 32  # shards that one process keeps open, each with its table of samples
@@ -264,7 +264,7 @@ class ShardDataset:
     """A map-style data set of shards, for example for ``torch.utils.data.DataLoader``.
 
     A sample is a dict of members by extension (``.jpg``, ``.cls``) and of wids' keys, for example ``__key__``. If
-    ``decode`` is set, :func:`flyte_ddp.shards.decoding.decode_sample` decodes members, else members are bytes.
+    ``decode`` is set, :func:`flyte_ddp.shards.members.decode_sample` decodes members, else members are bytes.
     ``index`` may be an address, and ``cache`` a folder without a limit.
     """
 

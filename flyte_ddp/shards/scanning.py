@@ -22,7 +22,6 @@ from flyte_ddp.core.samples.class_names import normalize_class_names
 from flyte_ddp.core.samples.pictures import opaque_picture
 from flyte_ddp.core.text.formatting import format_count
 from flyte_ddp.shards.cache import unusable_shard_error
-from flyte_ddp.shards.decoding import LABEL, find_image_and_label, open_image, parse_class_number
 from flyte_ddp.shards.index import (
     EXTENSION,
     KIND,
@@ -34,6 +33,7 @@ from flyte_ddp.shards.index import (
     read_index,
     shard_entry,
 )
+from flyte_ddp.shards.members import LABEL, find_image_and_label, open_image, parse_class_number
 from flyte_ddp.shards.tar import Member, SampleTable, iterate_members, table_digest, tabulate_members
 
 THREADS = 8  # shards that are read at the same time

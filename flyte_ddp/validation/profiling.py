@@ -18,7 +18,7 @@ from flyte_ddp.core.settings import Settings
 from flyte_ddp.core.text.formatting import format_count, format_p_value, join_first
 from flyte_ddp.datasets.encoded.decoding import DecodingError, decode_image, open_with_pillow
 from flyte_ddp.datasets.encoded.encoded_set import EncodedSet
-from flyte_ddp.datasets.encoded.samples import Encoded, ImageReader, map_samples
+from flyte_ddp.datasets.encoded.readers import Encoded, ImageReader, map_samples
 from flyte_ddp.datasets.item_set import ItemSet
 from flyte_ddp.datasets.prepared import open_prepared, resolve_class_names
 from flyte_ddp.validation.leaf_profile import (

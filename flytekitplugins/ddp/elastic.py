@@ -16,7 +16,7 @@ from flytekitplugins.kfpytorch.task import CleanPodPolicy, Elastic, PytorchElast
 from flyte_ddp.core.loops.call import Call
 from flyte_ddp.core.machine.resources import Request
 from flyte_ddp.core.runs.work import Launch
-from flyte_ddp.core.settings import read_whole_number
+from flyte_ddp.core.settings import read_whole_number_variable
 from flyte_ddp.pods import elastic as pods
 from flyte_ddp.pods.platforms import is_in_pod
 from flytekitplugins.ddp import DDP
@@ -31,7 +31,7 @@ def elastic_options(least: int, most: int, ranks_per_node: int) -> dict[str, Any
 
     Each of ``least`` to ``most`` nodes has ``ranks_per_node`` workers.
     """
-    seconds = read_whole_number(pods.MEET_VARIABLE)
+    seconds = read_whole_number_variable(pods.MEET_VARIABLE)
     return {
         "nnodes": most if least == most else f"{least}:{most}",
         "nproc_per_node": ranks_per_node,

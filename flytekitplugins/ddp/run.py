@@ -16,7 +16,7 @@ from flyte_ddp.core.machine.resources import Request
 from flyte_ddp.core.runs.checkpoint import GO_ON, describe_going_on, newest_step
 from flyte_ddp.core.runs.run_folder import METRICS, REPORT
 from flyte_ddp.core.runs.work import Launch
-from flyte_ddp.core.settings import read_text
+from flyte_ddp.core.settings import read_text_variable
 from flyte_ddp.pods.live_page import publish_function_page
 from flyte_ddp.pods.paths import print_local_files, resolve_folder
 from flyte_ddp.pods.platforms import is_in_pod
@@ -48,7 +48,7 @@ def name_run(task: str, call: Call) -> str:
     prints a note.
     """
     same, code = f"{task}-{digest([task, dict(call.shown)])[:12]}-", digest(call.code)[:8]
-    named = Path(read_text(GO_ON)).name
+    named = Path(read_text_variable(GO_ON)).name
     if named and not named.startswith(same):
         print_to_stderr(f"{GO_ON}={named} is ignored: this run, {same}{code}, has another task or other inputs")
     return named if named.startswith(same) else f"{same}{code}"

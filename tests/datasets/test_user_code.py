@@ -18,7 +18,7 @@ from flyte_ddp.core.training.optimisation import make_own_optimizers, make_sched
 from flyte_ddp.core.user_code.callables import load_callable
 from flyte_ddp.core.user_code.source import find_user_sources, user_source_digest
 from flyte_ddp.datasets.custom import CustomSet
-from flyte_ddp.datasets.prepared import order_training
+from flyte_ddp.datasets.prepared import apply_sampling
 from flyte_ddp.pods.run_inputs import find_or_fetch_data_set
 
 
@@ -233,4 +233,4 @@ def test_an_own_function_with_other_parameters_is_refused_before_it_is_called(pr
             assert str(caught.value).endswith(f"must accept ({given})")
     order = ListedOrder(np.arange(10), 0)
     with pytest.raises(UserError, match=r"^sampling='users_functions:bare': .*\(samples, seed, epoch\)$"):
-        order_training(None, order, "users_functions:bare")
+        apply_sampling(None, order, "users_functions:bare")

@@ -22,9 +22,9 @@ from flyte_ddp.core.launch.remote import proxy, rendezvous
 from flyte_ddp.core.launch.remote.connection import WorkerConnection
 from flyte_ddp.core.launch.remote.rendezvous import RemoteHandle
 from flyte_ddp.core.launch.supervise import supervisor
+from flyte_ddp.core.launch.supervise.failure_report import make_failure_report
 from flyte_ddp.core.launch.supervise.failures import find_root_cause
 from flyte_ddp.core.launch.supervise.rank_handle import ProcessHandle
-from flyte_ddp.core.launch.supervise.report import make_failure_report
 from flyte_ddp.core.launch.supervise.stopping import StopRequest
 from flyte_ddp.core.machine.resources import Request, World
 from flyte_ddp.core.runs.checkpoint import Checkpoint
@@ -69,7 +69,7 @@ def test_work_is_sent_when_the_rank_listens(tmp_path: Path) -> None:
     handle = ProcessHandle(0, process, pipe, stacks)
     checkpoint = Checkpoint(1, 7, (), 0.0, IDENTITY, tmp_path / "a.ckpt", b"")
     work = replace(work_in(tmp_path, checkpoint=checkpoint), arguments=bytes(1 << 24))
-    handle.send_work(work)
+    handle.queue_work(work)
     assert supervisor.request_checkpoint([handle], StopRequest(), LIMIT) == 7, "without asking, as it has no work yet"
     with ThreadPoolExecutor(1) as pool:
         received = pool.submit(rank.recv)

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from flyte_ddp.core.errors import CollectiveError, CollectiveTimeoutError, PeerGoneError, UserError
+from flyte_ddp.core.launch.supervise.failure_report import Cause, FailureReport, classify_error, make_failure_report
 from flyte_ddp.core.launch.supervise.failures import find_first_failure
 from flyte_ddp.core.launch.supervise.link import Link
 from flyte_ddp.core.launch.supervise.rank_handle import RankHandle
-from flyte_ddp.core.launch.supervise.report import Cause, FailureReport, find_cause, make_failure_report
 from flyte_ddp.core.launch.supervise.stopping import StopRequest
 from flyte_ddp.core.launch.supervise.supervisor import await_checkpoint
 from flyte_ddp.core.parallel import distributed
@@ -60,7 +60,7 @@ OWN = KeyError("loss")
     ],
 )
 def test_causes(error: Exception, expected: Cause) -> None:
-    assert find_cause(error) is expected
+    assert classify_error(error) is expected
 
 
 @pytest.mark.parametrize(("seconds_ago", "expected"), [(50.0, Cause.PEER), (60.0, Cause.TIMEOUT)])
@@ -69,7 +69,7 @@ def test_only_who_has_waited_for_the_time_limit_says_so(monkeypatch, seconds_ago
     monkeypatch.setattr(distributed, "timeout_seconds", 60.0)
     with pytest.raises(CollectiveError) as caught, translate_collective_errors(time.monotonic() - seconds_ago):
         raise RuntimeError("Timed out waiting 1000ms for recv operation to complete")
-    assert find_cause(caught.value) is expected
+    assert classify_error(caught.value) is expected
 
 
 class MuteError(RuntimeError):

@@ -24,10 +24,10 @@ from flyte_ddp.core.launch.remote import connection
 from flyte_ddp.core.launch.remote.connection import JoinTicket, WorkerConnection, connect_to_launcher, receive_work
 from flyte_ddp.core.launch.remote.rendezvous import RemoteHandle, Rendezvous, open_rendezvous
 from flyte_ddp.core.launch.supervise import rank_handle
+from flyte_ddp.core.launch.supervise.failure_report import make_failure_report
 from flyte_ddp.core.launch.supervise.failures import find_first_failure
 from flyte_ddp.core.launch.supervise.link import RankInfo
 from flyte_ddp.core.launch.supervise.rank_handle import RankHandle
-from flyte_ddp.core.launch.supervise.report import make_failure_report
 from flyte_ddp.core.launch.supervise.stopping import StopRequest
 from flyte_ddp.core.launch.supervise.supervisor import wait_and_handle_messages
 from flyte_ddp.core.machine.resources import Request, World

@@ -34,7 +34,7 @@ from flyte_ddp.core.runs.run_folder import METRICS
 from flyte_ddp.core.runs.work import Work
 from flyte_ddp.core.settings import Settings
 from flyte_ddp.core.text.json_lines import format_record, parse_records
-from flyte_ddp.core.training.recording import complete_metrics
+from flyte_ddp.core.training.recording import rebuild_lost_metrics
 from flyte_ddp.engines import elastic, elastic_node
 from flyte_ddp.run import Result
 
@@ -301,7 +301,7 @@ EVALUATION = EvaluationRecord(epoch=1, step=2, test={"loss": 0.75})
 def test_records_of_a_lost_rank_0_end_where_the_other_rank_is(of_rank_0, others, position, expected) -> None:
     start = b'{"kind": "start"}\n'
     metrics = start + b"".join(format_record(each.to_json_value()) + b"\n" for each in of_rank_0) + b'{"kind": "tra'
-    completed = complete_metrics(metrics, others, *position)
+    completed = rebuild_lost_metrics(metrics, others, *position)
     assert completed.startswith(start)
     assert [*parse_metrics([*parse_records(completed.splitlines())][1:], "metrics")] == expected
     assert completed.endswith(b"}\n")

@@ -23,7 +23,8 @@ from flyte_ddp.core.order.sampling import ListedOrder
 from flyte_ddp.core.order.shard_order import ShardOrder, ShardSplits
 from flyte_ddp.datasets.encoded.image_folder import list_images
 from flyte_ddp.datasets.encoded.opening import start_pool
-from flyte_ddp.datasets.encoded.samples import BadSamples, Encoded, EncodedSamples, FileReader, ImageReader, ShardImages
+from flyte_ddp.datasets.encoded.readers import Encoded, FileReader, ImageReader, ShardImages
+from flyte_ddp.datasets.encoded.samples import BadSamples, EncodedSamples
 from flyte_ddp.datasets.prepared import SampleOrder
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardReader

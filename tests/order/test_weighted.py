@@ -16,7 +16,7 @@ from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.order.sampling import Indices, ListedOrder
 from flyte_ddp.core.order.weighted import draw_by_weights, inverse_class_counts, make_custom_order
 from flyte_ddp.datasets import image_arrays, open_arrays, open_prepared
-from flyte_ddp.datasets.prepared import check_prepared_set, count_training_classes, order_training
+from flyte_ddp.datasets.prepared import apply_sampling, check_prepared_set, count_training_classes
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 
 pytestmark = pytest.mark.usefixtures("user_models")
@@ -104,7 +104,7 @@ def test_held_out_samples_are_those_of_any_other_run_and_never_drawn(weighted_di
     data = open_arrays(weighted_digits)
     for sampling in KINDS:
         orders = data.order_splits(validation_fraction=0.5, seed=1, shuffle_shards=16)
-        order = order_training(data, orders["training"], sampling)
+        order = apply_sampling(data, orders["training"], sampling)
         drawn = {*epochs(order, 5).tolist()}
         assert drawn <= {*orders["training"].samples(slice(None)).tolist()}
         assert not drawn & {*orders["validation"].samples(slice(None)).tolist()}

@@ -15,7 +15,7 @@ from ranks import run_ranks
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flyte_ddp.core.launch.supervise.report import Cause, make_failure_report
+from flyte_ddp.core.launch.supervise.failure_report import Cause, make_failure_report
 from flyte_ddp.core.machine.clock import Clock
 from flyte_ddp.core.parallel.distributed import broadcast_object, copy_from_rank_0, gather_objects, sum_over_ranks
 from flyte_ddp.core.parallel.hang_watch import HangWatch, watch_collectives

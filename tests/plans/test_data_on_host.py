@@ -55,12 +55,12 @@ def host_has(tmp_path: Path) -> HostHas:
         launcher = launcher or fetch(dataset, source, folder, progress="off")
         hp = Hyperparameters(dataset=dataset, data_source=source, num_ranks=1)
         settings = Settings(cache_folder=tmp_path / "cache")
-        job = TrainingJob(resolve(hp), data=Path("/nowhere"))
+        job = TrainingJob(resolve(hp), data_folder=Path("/nowhere"))
         identity = replace(IDENTITY, data=read_prepared_digest(launcher))
         work = Work("", job, Request(1), tmp_path, identity, settings)
         found = find_data_on_host(work)
-        assert found == replace(work, arguments=replace(job, data=found.arguments.data))
-        return found.arguments.data
+        assert found == replace(work, arguments=replace(job, data_folder=found.arguments.data_folder))
+        return found.arguments.data_folder
 
     return find
 

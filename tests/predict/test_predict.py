@@ -29,9 +29,9 @@ from flyte_ddp.datasets.images import image_arrays
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.objectives import Classification, Facts
 from flyte_ddp.predict.predict import (
-    find_answers,
     find_undefined_rows,
     format_csv_cell,
+    make_answer_columns,
     replace_folder,
     write_predictions,
 )
@@ -339,6 +339,6 @@ def test_outputs_that_are_no_numbers_are_no_answer() -> None:
     undefined = find_undefined_rows(outputs, 3)
     assert undefined.tolist() == [False, True, False]
     model = SimpleNamespace(objective=Classification(Facts(("a", "b"))), sidecar=make_sidecar())
-    answers = find_answers(model, outputs, None, undefined)
+    answers = make_answer_columns(model, outputs, None, undefined)
     assert answers["prediction"] == ["b", "", "a"]
     assert math.isnan(answers["score"][1])

@@ -19,7 +19,7 @@ from flyte_ddp.core.models import saving
 from flyte_ddp.core.models.inputs import InputSpec
 from flyte_ddp.core.objectives.table_columns import name_columns
 from flyte_ddp.objectives import Classification, Facts, Multilabel, Objective, Segmentation
-from flyte_ddp.predict.predict import find_answers, find_undefined_rows, is_listed_by_rank
+from flyte_ddp.predict.predict import find_undefined_rows, is_listed_by_rank, make_answer_columns
 
 SPEC = InputSpec(channels=1, height=4, width=4, mean=(0.3,), std=(0.4,))
 SOURCE = """
@@ -103,7 +103,8 @@ def test_an_image_that_cannot_be_decoded_has_empty_ranks(folder: Path) -> None:
 
 def answer(outputs: Tensor, objective: Classification, ranks: int) -> dict[str, Any]:
     undefined = find_undefined_rows(outputs, len(outputs))
-    return find_answers(SimpleNamespace(objective=objective, sidecar=make_sidecar()), outputs, None, undefined, ranks)  # type: ignore[arg-type]
+    model: Any = SimpleNamespace(objective=objective, sidecar=make_sidecar())
+    return make_answer_columns(model, outputs, None, undefined, ranks)
 
 
 def test_the_first_rank_is_the_prediction_whatever_the_outputs() -> None:

@@ -57,7 +57,7 @@ def test_a_change_of_own_code_is_another_run_and_is_sent(field: str, digits: Pat
     found: list[tuple[str, object, bytes]] = []
 
     def launch(work: Work) -> None:
-        sent = {name: content for _, name, content in pickle.loads(zlib.decompress(pack_sources(*work.own_code)))}
+        sent = {name: content for _, name, content in pickle.loads(zlib.decompress(pack_sources(*work.user_code)))}
         name = run_name(hp, fingerprint(hp.dataset, hp.data_source, hp.test_dataset))
         found.append((name, work.identity, sent[f"{module}.py"]))
         raise NotLaunched

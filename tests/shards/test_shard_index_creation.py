@@ -15,7 +15,7 @@ from wids import wids_specs
 
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.datasets import fetch
-from flyte_ddp.datasets.encoded.samples import ShardImages
+from flyte_ddp.datasets.encoded.readers import ShardImages
 from flyte_ddp.shards import scanning
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardDataset, ShardReader

@@ -194,5 +194,5 @@ def test_pods_without_the_launcher_get_the_prepared_data_from_the_blob_store(
         offer_data_to_ranks(hp, FlyteDirectory(str(digits)))
     identity = replace(IDENTITY, data=read_prepared_digest(digits))
     job = TrainingJob(resolve(hp), Path("/nowhere"))
-    found = find_data_on_host(Work("", job, Request(1), tmp_path, identity, read_settings())).arguments.data
+    found = find_data_on_host(Work("", job, Request(1), tmp_path, identity, read_settings())).arguments.data_folder
     assert found.resolve() == digits.resolve()

@@ -19,8 +19,8 @@ from training_runs import train_in
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import MachineError, RankError
+from flyte_ddp.core.launch.supervise.failure_report import Cause, FailureReport
 from flyte_ddp.core.launch.supervise.failures import find_first_failure
-from flyte_ddp.core.launch.supervise.report import Cause, FailureReport
 from flyte_ddp.core.parallel.distributed import explain_failed_device, translate_collective_errors
 from flyte_ddp.core.training.checkpointing import Checkpointer
 from flyte_ddp.run import Result

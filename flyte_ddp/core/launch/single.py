@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from flyte_ddp.core.errors import RankError, UserError
+from flyte_ddp.core.launch.supervise.failure_report import Cause, make_failure_report
 from flyte_ddp.core.launch.supervise.link import OfferSaving, RankInfo, SaveFunction
 from flyte_ddp.core.launch.supervise.network import LOOPBACK
-from flyte_ddp.core.launch.supervise.report import Cause, make_failure_report
 from flyte_ddp.core.launch.supervise.stopping import catch_stop_signals, stop_error
 from flyte_ddp.core.machine.process import kill_new_descendants_at_end
 from flyte_ddp.core.machine.resources import detect_world

@@ -8,7 +8,7 @@ import os
 from contextlib import ExitStack
 from dataclasses import replace
 
-from flyte_ddp.core.launch.supervise.fork_server import open_starter
+from flyte_ddp.core.launch.supervise.fork_server import open_rank_starter
 from flyte_ddp.core.launch.supervise.link import RankInfo
 from flyte_ddp.core.launch.supervise.network import LOOPBACK
 from flyte_ddp.core.launch.supervise.rank_handle import RankHandle
@@ -27,7 +27,8 @@ def launch(work: Work) -> None:
     """
     work = work.choose_world(detect_world)
     num_ranks = work.world.num_ranks
-    work = replace(work, world=replace(work.world, hosts=(LOOPBACK,) * num_ranks), on_host="")  # this host has the data
+    world = replace(work.world, hosts=(LOOPBACK,) * num_ranks)
+    work = replace(work, world=world, host_function="")  # this host has the data
 
     def start_and_supervise(work: Work) -> None:
         """Start all ranks and wait until they complete. After an error, kill the ranks."""
@@ -42,8 +43,8 @@ def launch(work: Work) -> None:
             of_all = work.function, work.world.device_type, store
             start_ranks(group, [RankInfo(rank, num_ranks, rank, *of_all) for rank in range(num_ranks)])
             for handle in group:
-                handle.send_work(work)  # sent in supervise_ranks, when the rank reports that it is ready
+                handle.queue_work(work)  # sent in supervise_ranks
             supervise_ranks(group, stop, work)
 
-    with catch_stop_signals() as stop, open_starter() as start_ranks:
+    with catch_stop_signals() as stop, open_rank_starter() as start_ranks:
         run_with_restarts(work, start_and_supervise, stop)

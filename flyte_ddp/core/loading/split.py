@@ -87,7 +87,7 @@ class Split:
 
     source: BatchSource
     order: Order
-    files: FileFetcher | None = None  # None: no whole files are fetched
+    prefetcher: FileFetcher | None = None  # None: no whole files are fetched
     check_targets: CheckTargets | None = None
 
     def __len__(self) -> int:
@@ -95,8 +95,8 @@ class Split:
 
     def load_batch(self, samples: Indices, epoch: int | None = None) -> Batch:
         batch = self.source.load_batch(samples, epoch, self.check_targets)
-        if self.files is not None:
-            self.files.finish(samples)
+        if self.prefetcher is not None:
+            self.prefetcher.finish(samples)
         return batch
 
     def load_evaluation_batches(self, batch_size: int, part: int, parts: int) -> Iterator[tuple[slice, Batch]]:
@@ -128,9 +128,9 @@ class Split:
                 begin(samples)
             return item
 
-        if self.files is not None:
+        if self.prefetcher is not None:
             distance = self.order.prefetch_distance(batch_size, mixed=epoch is not None)
-            items = start_ahead(partial(begin_item, self.files.begin), items, distance)
+            items = start_ahead(partial(begin_item, self.prefetcher.begin), items, distance)
         if self.source.batches_ahead:
             begin = partial(begin_item, partial(self.source.begin, epoch=epoch))
             items = start_ahead(begin, items, self.source.batches_ahead)

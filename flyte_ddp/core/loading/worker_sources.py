@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.loading.batch_memory import Layout
-from flyte_ddp.core.loading.samples import SampleLoader, common_shape, load_into
+from flyte_ddp.core.loading.sample_loader import SampleLoader, common_shape, load_into
 from flyte_ddp.core.loading.split import Batch, BatchSource, CheckTargets
 from flyte_ddp.core.loading.workers import ImagePool
 from flyte_ddp.core.machine.device_copy import copy_to_device

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from flyte_ddp.core.errors import MachineError, UserError
 from flyte_ddp.core.loading.batch_memory import BatchMemory, Layout, read_tree
 from flyte_ddp.core.loading.loader_process import END, NAME, STARTED, Call, run_loader_server
-from flyte_ddp.core.loading.samples import Loaded, SampleLoader, load_into
+from flyte_ddp.core.loading.sample_loader import Loaded, SampleLoader, load_into
 from flyte_ddp.core.lookahead import start_ahead
 from flyte_ddp.core.machine import waiting
 from flyte_ddp.core.machine.process import read_stack, spawn_context

@@ -33,7 +33,7 @@ class Call:
     payload: bytes  # pickle of the function, the positional and the keyword arguments
     shown: Mapping[str, Any]  # the arguments by name, as JSON values
     code: str  # digest of the function's sources
-    own_code: tuple[str, ...] = ()  # package.module:callable of users, whose sources other hosts may lack
+    user_code: tuple[str, ...] = ()  # package.module:callable of users, whose sources other hosts may lack
 
     def load(self) -> partial[Any]:
         """Unpickle the call, and return a function to call without arguments.
@@ -80,10 +80,10 @@ def pickle_call(
             f"{name}: {clashing[0]}= goes to run_ranks, but the function also has a parameter {clashing[0]}; pass the "
             f"function's argument by position, or run functools.partial(function, {clashing[0]}=...)"
         )
-    code, own_code = digest_code(function)
+    code, user_code = digest_code(function)
     payload = pickle_for_ranks(name, function, *args, **kwargs)
     shown = {key: describe_value(value) for key, value in {**bound_values(function), **arguments}.items()}
-    return Call(name, payload, shown, code, own_code)
+    return Call(name, payload, shown, code, user_code)
 
 
 def bound_values(function: Callable[..., Any]) -> dict[str, Any]:

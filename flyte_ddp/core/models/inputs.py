@@ -145,7 +145,7 @@ def normalisation(spec: InputSpec, device: torch.device, dtype: torch.dtype) -> 
 
 
 @contextmanager
-def explain_model_errors(name: str, model: nn.Module, inputs: Leaves) -> Iterator[None]:
+def translate_input_errors(name: str, model: nn.Module, inputs: Leaves) -> Iterator[None]:
     """Convert two errors of a model call in the block to UserErrors.
 
     The first is an IndexError of an embedding for an unknown token (CPU only). The second is a TypeError because

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flyte_ddp.core.parallel.training_pass import GOLDEN, TrainingPass, mix_bits
+from flyte_ddp.core.parallel.training_pass import GOLDEN, TrainingPass, mix_bits_in_place
 
 CHANNELS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)  # which drop whole channels
 TILE_WORDS = 2**15  # random words that a CPU thread makes at a time: 256 KiB, which stay in its cache
@@ -106,7 +106,7 @@ def draw_mask(states: Tensor, shape: torch.Size, p: float) -> Tensor:
     for sample in range(0, len(states), samples_at_once):
         samples = slice(sample, sample + samples_at_once)
         for step in range(0, len(steps), words_at_once):
-            words = mix_bits(states[samples, None] + steps[step : step + words_at_once])
+            words = mix_bits_in_place(states[samples, None] + steps[step : step + words_at_once])
             result = kept[samples, 4 * step : 4 * (step + words_at_once)]
             torch.ge(words.view(torch.int16)[:, : result.shape[1]], threshold[samples], out=result)
     return kept.view(len(states), *shape)
@@ -114,7 +114,7 @@ def draw_mask(states: Tensor, shape: torch.Size, p: float) -> Tensor:
 
 def round_probability(states: Tensor, probability: int | Tensor) -> Tensor:
     """Return int16 thresholds [N, 1]: ``probability``, in units of 2**-40, rounded at random by ``states`` [N]."""
-    threshold = ((mix_bits(states.clone()) & (2**24 - 1)) + probability) >> 24
+    threshold = ((mix_bits_in_place(states.clone()) & (2**24 - 1)) + probability) >> 24
     return (threshold.clamp(max=2**16 - 1) - 2**15).to(torch.int16)[:, None]
 
 
@@ -131,7 +131,7 @@ def draw_mask_compiled(states: Tensor, increment: Tensor, shape: torch.Size, pro
     """
     # Uses shifts, because compiled code that views int64 as int16 writes beyond the tensor's end (torch 2.15, CPU).
     positions = torch.arange(math.prod(shape), device=states.device)
-    words = mix_bits(states[:, None] + ((positions >> 2) + 1) * increment)
+    words = mix_bits_in_place(states[:, None] + ((positions >> 2) + 1) * increment)
     kept = (words >> ((positions & 3) * 16)).to(torch.int16) >= round_probability(states, probability)
     return kept.view(len(states), *shape)
 

@@ -140,7 +140,7 @@ class Generators(NamedTuple):
         return int(DRAWN.random_(generator=self.torch_generator).item())
 
 
-def mix_bits(x: Tensor) -> Tensor:
+def mix_bits_in_place(x: Tensor) -> Tensor:
     """Replace int64 states by SplitMix64's output (Steele, Lea and Flood, OOPSLA 2014) in place. Return ``x``."""
     x ^= shift_right(x, 30)
     x *= FIRST_FACTOR  # products wrap around

@@ -21,7 +21,7 @@ from flyte_ddp.core.checks.parsing import JsonObject, parse_json
 from flyte_ddp.core.checks.records import Count, JsonRecord
 from flyte_ddp.core.errors import UserError, print_to_stderr
 from flyte_ddp.core.files import HashingFile, file_version, replace_file
-from flyte_ddp.core.settings import read_text
+from flyte_ddp.core.settings import read_text_variable
 
 FOLDER = "checkpoints"  # in the output folder
 SLOTS = ("a.ckpt", "b.ckpt")
@@ -327,7 +327,7 @@ def check_same_run(checkpoint: Checkpoint, identity: Identity) -> None:
 
 
 def is_named_to_go_on(run_folder: Path) -> bool:
-    return Path(read_text(GO_ON)).name == run_folder.name
+    return Path(read_text_variable(GO_ON)).name == run_folder.name
 
 
 def describe_going_on(run_folder: Path) -> str:

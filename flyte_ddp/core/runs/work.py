@@ -45,8 +45,8 @@ class Work:
     checkpoint: Checkpoint | None = None  # from which the run resumes
     restarts: tuple[Restart, ...] = ()  # restarts in place since the checkpoint, which rank 0 records
     files: Mapping[str, Path] = field(default_factory=dict)  # files to send to hosts that do not see the output folder
-    own_code: tuple[str, ...] = ()  # package.module:callable of users, whose sources other hosts may lack
-    on_host: str = ""  # package.module:function that a host calls with the Work to get its ranks' Work
+    user_code: tuple[str, ...] = ()  # package.module:callable of users, whose sources other hosts may lack
+    host_function: str = ""  # package.module:function that a host calls with the Work to get its ranks' Work
     world: World = NOT_FOUND  # the ranks for which the launcher has found capacity
     sees_run_folder: bool = True  # whether output_folder is the launcher's; else results go to the launcher as messages
 
@@ -55,7 +55,7 @@ class Work:
         return replace(self, world=replace(world, threads=self.request.threads or world.threads))
 
     def prepare_on_host(self) -> Self:
-        prepared: Self = pkgutil.resolve_name(self.on_host)(self) if self.on_host else self
+        prepared: Self = pkgutil.resolve_name(self.host_function)(self) if self.host_function else self
         return prepared
 
 

@@ -33,7 +33,9 @@ def seed_generators(seed: int, *, deterministic: bool) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def build_model(plan: TrainingPlan, outputs: int, inputs: ModelInput, initial_weights: Path | None) -> nn.Module:
+def build_initial_model(
+    plan: TrainingPlan, outputs: int, inputs: ModelInput, initial_weights: Path | None
+) -> nn.Module:
     """Return the plan's model in fp32 on the CPU, with random weights or those of a file.
 
     Raises:

@@ -18,7 +18,7 @@ from flyte_ddp.core.runs import checkpoint
 from flyte_ddp.core.runs.checkpoint_writer import CheckpointWriter, Snapshot
 from flyte_ddp.core.runs.work import Work
 from flyte_ddp.core.training.optimizer_state import changed_attributes, load_attributes, load_optimizer_state
-from flyte_ddp.core.training.recording import Recorder, complete_metrics
+from flyte_ddp.core.training.recording import Recorder, rebuild_lost_metrics
 from flyte_ddp.core.training.training_state import TrainingState
 
 LARGE = ("model", "average", "optimizers")  # parts of a saved state that are copied when they are loaded
@@ -163,7 +163,7 @@ class Checkpointer(CheckpointWriter):
             snapshot = self.take_snapshot() if self.saves else None
             if snapshot is None or not self.is_resumable(snapshot):
                 return None
-            metrics = complete_metrics(handover.metrics, self.recorder.last_records, snapshot.epoch, snapshot.step)
+            metrics = rebuild_lost_metrics(handover.metrics, self.recorder.last_records, snapshot.epoch, snapshot.step)
             path = self.output_folder / checkpoint.FOLDER / handover.name
             self.write_snapshot(snapshot, path, metrics)
         except Exception as error:

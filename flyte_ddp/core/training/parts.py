@@ -32,7 +32,7 @@ class RankSlice(NamedTuple):
         return [self.samples] if self.partners is None else [self.samples, self.partners]
 
 
-class LoadedPart(NamedTuple):
+class LoadedSlice(NamedTuple):
     """Inputs of a slice, as stored, with the targets for the slice's loss."""
 
     samples: int  # of the slice
@@ -81,14 +81,14 @@ def split_for_rank(
     return [RankSlice(*own_slice(batch, part), own_slice(partners, part)[0], step) for part in range(parts)]
 
 
-def list_parts(state: TrainingState, batch: sampling.Indices, step: int) -> list[RankSlice]:
+def list_slices(state: TrainingState, batch: sampling.Indices, step: int) -> list[RankSlice]:
     """Return this rank's slice of each micro-batch of a global batch. With mixup, slices have partners."""
     loop = state.plan.loop
     partners = choose_partners(batch, loop.seed, step) if loop.mixup else None
     return split_for_rank(batch, loop.accumulation_steps, partners, step)
 
 
-def load_part(state: TrainingState, part: RankSlice) -> LoadedPart:
+def load_slice(state: TrainingState, part: RankSlice) -> LoadedSlice:
     """Load a slice of the global batch, and return inputs, targets and weights on the device.
 
     With mixup, also loads the partners. The weights of losses then contain the shares of samples and partners.
@@ -97,7 +97,7 @@ def load_part(state: TrainingState, part: RankSlice) -> LoadedPart:
     inputs = [batch.inputs for batch in loads]
     targets = [(convert_outputs(batch.targets, state.dtype), state.objective.weights(batch.targets)) for batch in loads]
     if part.partners is None:
-        return LoadedPart(len(part.samples), inputs, [], targets)
+        return LoadedSlice(len(part.samples), inputs, [], targets)
     drawn = draw_shares(part.samples, state.plan.loop.mixup, state.plan.loop.seed, part.step)
     sample_shares = copy_to_device(torch.from_numpy(drawn), state.device)
     shares = [sample_shares, 1 - sample_shares]
@@ -105,12 +105,12 @@ def load_part(state: TrainingState, part: RankSlice) -> LoadedPart:
         (values, share if weights is None else weights * share.view(-1, *[1] * (weights.dim() - 1)))
         for (values, weights), share in zip(targets, shares, strict=True)
     ]
-    return LoadedPart(len(part.samples), inputs, shares, weighted)
+    return LoadedSlice(len(part.samples), inputs, shares, weighted)
 
 
-def load_parts(
+def load_slices(
     state: TrainingState, parts: Sequence[RankSlice], samples: int
-) -> tuple[Iterator[LoadedPart], Tensor | int]:
+) -> tuple[Iterator[LoadedSlice], Tensor | int]:
     """Return an iterator that loads a step's slices, and the sum of the losses' weights over all ranks.
 
     If the objective has weights, loads all slices in this call, which is then collective. Without weights, slices are
@@ -120,7 +120,7 @@ def load_parts(
         parts: This rank's slices of the micro-batches.
         samples: Samples of the global batch.
     """
-    loading = (load_part(state, part) for part in parts)
+    loading = (load_slice(state, part) for part in parts)
     if not state.objective.has_weights:
         return loading, samples  # with mixup, too: the two shares of a sample add up to 1
     with state.clock("loading"):

@@ -165,5 +165,5 @@ class TrainingJob:
     """The arguments of a training's Work."""
 
     plan: TrainingPlan
-    data: Path  # folder of the prepared data set
+    data_folder: Path  # of the prepared data set
     steps_divisor: int = 1  # training stops after 1 / steps_divisor of the steps; no hyperparameter: steps are the same

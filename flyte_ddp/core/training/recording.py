@@ -180,7 +180,7 @@ class Recorder:
         return Seconds(**seconds, other=total - sum(seconds.values()), total=total)
 
 
-def complete_metrics(metrics: bytes, records: Iterable[StepRecord], epoch: int, step: int) -> bytes:
+def rebuild_lost_metrics(metrics: bytes, records: Iterable[StepRecord], epoch: int, step: int) -> bytes:
     """Return the metrics of a lost rank 0 up to the state of another rank, as lines of JSON.
 
     Args:

@@ -17,7 +17,7 @@ from flyte_ddp.core.hardware import choose_hardware
 from flyte_ddp.core.launch.supervise.rank import Rank
 from flyte_ddp.core.loading.split import Split
 from flyte_ddp.core.machine.resources import bf16_support
-from flyte_ddp.core.models.inputs import explain_model_errors
+from flyte_ddp.core.models.inputs import translate_input_errors
 from flyte_ddp.core.objectives.objective import convert_outputs
 from flyte_ddp.core.order import sampling
 from flyte_ddp.core.parallel.batch_norm import mean_running_statistics, restore_running_statistics
@@ -30,7 +30,7 @@ from flyte_ddp.core.training.evaluate import Evaluation, gather_columns, measure
 from flyte_ddp.core.training.optimisation import do_first_step
 from flyte_ddp.core.training.optimizer_state import check_optimizer_state
 from flyte_ddp.core.training.outputs import write_outputs, write_rung, write_start_record
-from flyte_ddp.core.training.parts import RankSlice, list_parts, load_part, load_parts, split_for_rank
+from flyte_ddp.core.training.parts import RankSlice, list_slices, load_slice, load_slices, split_for_rank
 from flyte_ddp.core.training.plan import INITIAL_WEIGHTS, TrainingJob
 from flyte_ddp.core.training.recording import Recorder, StepSums
 from flyte_ddp.core.training.training_state import TrainingState
@@ -51,7 +51,7 @@ def train(rank: Rank) -> None:
     """
     rank.join()
     work, job = rank.work, cast("TrainingJob", rank.work.arguments)
-    plan, loop, settings, data = job.plan, job.plan.loop, work.settings, job.plan.data.open(job.data)
+    plan, loop, settings, data = job.plan, job.plan.loop, work.settings, job.plan.data.open(job.data_folder)
     hardware = choose_hardware(plan.hardware, work.world, min(gather_objects(bf16_support(work.world.device_type))))
     state = TrainingState(plan, hardware, data, work.files.get(INITIAL_WEIGHTS), settings)
     with closing(state.splits), closing(Recorder(work.output_folder, state)) as recorder:
@@ -103,7 +103,7 @@ def remaining_batches(state: TrainingState) -> Iterator[sampling.Indices]:
 
     def list_rank_samples(item: tuple[int, sampling.Indices]) -> list[sampling.Indices]:
         step, batch = item
-        return [samples for part in list_parts(state, batch, step) for samples in part.list_loads()]
+        return [samples for part in list_slices(state, batch, step) for samples in part.list_loads()]
 
     numbered = enumerate(wanted, state.step)
     for _, batch in training.iterate_with_prefetch(numbered, list_rank_samples, epoch, batch_size):
@@ -141,8 +141,8 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums
     """
     state.set_optimizer_mode(training=True)
     part_sums = []
-    parts = list_parts(state, batch, state.step)
-    loaded, total = load_parts(state, parts, len(batch))
+    parts = list_slices(state, batch, state.step)
+    loaded, total = load_slices(state, parts, len(batch))
     divisor = total if isinstance(total, int) else total.where(total > 0, 1.0)  # a step without any weight has loss 0
     for part in parts:
         with state.clock("data"):
@@ -233,7 +233,7 @@ def compute_outputs(
     state.this_pass.begin_pass(loop.seed, state.epoch, part.samples, state.device, has_samples=part.has_samples)
     try:
         with (
-            explain_model_errors(name, state.model, inputs),
+            translate_input_errors(name, state.model, inputs),
             # autocast takes 10 us also where it does nothing
             torch.autocast(state.device.type, torch.bfloat16) if state.hardware.precision == "bf16" else nullcontext(),
         ):
@@ -261,8 +261,8 @@ def rerun_forward_passes(state: TrainingState, batch: sampling.Indices, step: in
         UserError: An input, or a target of a user-defined objective, is not finite. The error names the sample. Errors
             of :func:`compute_outputs` are raised, too.
     """
-    for part in list_parts(state, batch, step):
-        loaded = load_part(state, part)
+    for part in list_slices(state, batch, step):
+        loaded = load_slice(state, part)
         trial.refuse_non_finite(state, loaded.inputs[0], loaded.targets[0][0], part.samples, "training")
         inputs = loaded.prepare_inputs(state.prepare_inputs)
         compute_outputs(state, partial(call_with_leaves, state.model), inputs, loaded.targets[0][0], part)

@@ -17,7 +17,7 @@ from flyte_ddp.core.loading.split import Splits
 from flyte_ddp.core.loading.training_data import TrainingData
 from flyte_ddp.core.machine.clock import make_clock
 from flyte_ddp.core.machine.device_copy import copy_to_cpu
-from flyte_ddp.core.models.inputs import InputSpec, explain_model_errors, prepare_inputs
+from flyte_ddp.core.models.inputs import InputSpec, prepare_inputs, translate_input_errors
 from flyte_ddp.core.models.parts import freeze_parts, set_training_mode
 from flyte_ddp.core.models.state_dicts import check_state_dict
 from flyte_ddp.core.objectives.objective import HIGHER
@@ -28,7 +28,7 @@ from flyte_ddp.core.parallel.strategies import compile_model, create_gradient_sy
 from flyte_ddp.core.parallel.training_pass import TrainingPass
 from flyte_ddp.core.samples.leaves import Leaves, call_with_leaves
 from flyte_ddp.core.settings import Settings
-from flyte_ddp.core.training.building import UserSources, build_model, replace_layers, seed_generators
+from flyte_ddp.core.training.building import UserSources, build_initial_model, replace_layers, seed_generators
 from flyte_ddp.core.training.diagnosis import LossWatch
 from flyte_ddp.core.training.evaluate import Selection
 from flyte_ddp.core.training.objective_setup import build_objective, why_not_comparable
@@ -80,7 +80,7 @@ class TrainingState:
         self.this_pass = TrainingPass(may_draw=plan.model.may_draw)
         self.dtype = torch.float64 if hardware.precision == "fp64" else torch.float32
         self.memory_format = torch.channels_last if hardware.channels_last else torch.contiguous_format
-        model = build_model(plan, self.objective.outputs, self.spec, initial_weights)
+        model = build_initial_model(plan, self.objective.outputs, self.spec, initial_weights)
         self.frozen_modules = freeze_parts(model, loop.freeze)
         if self.dtype == torch.float64:
             model.double()  # a model in fp32 is not cast: it may have buffers of other types, also complex ones
@@ -222,7 +222,7 @@ class TrainingState:
         """
         self.this_pass.begin_pass(self.plan.loop.seed, 0, np.arange(samples), self.device)
         prepared = self.prepare_inputs(inputs)
-        with explain_model_errors(self.plan.model.name, self.model, prepared):
+        with translate_input_errors(self.plan.model.name, self.model, prepared):
             outputs = call_with_leaves(self.kept_model() if model is None else model, prepared)
         self.objective.check_outputs(self.plan.model.name, outputs, targets)
         return outputs

@@ -21,7 +21,7 @@ DECIDING = (
     *(f"core/{name}" for name in ("order", "parallel", "loading", "models", "objectives", "training", "samples")),
     *(f"core/{name}.py" for name in ("machine/resources", "machine/device_copy", "hardware")),
     *("models", "objectives", "plans", "datasets"),
-    *("shards/dataset.py", "shards/decoding.py", "shards/index.py", "shards/tar.py"),
+    *("shards/dataset.py", "shards/members.py", "shards/index.py", "shards/tar.py"),
     *("catalog.py", "torchvision_weights.json"),
 )
 PARSING = threading.Lock()

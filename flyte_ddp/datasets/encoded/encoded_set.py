@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from flyte_ddp.core.order.shard_order import Orders
     from flyte_ddp.core.samples.pictures import Pixels
     from flyte_ddp.core.settings import Settings
-    from flyte_ddp.datasets.encoded.samples import ImageReader
+    from flyte_ddp.datasets.encoded.readers import ImageReader
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +117,7 @@ class EncodedSet(PreparedSet):
     def open_splits(self, orders: Orders, hp: Hyperparameters, device: torch.device, settings: Settings) -> Splits:
         from flyte_ddp.datasets.encoded import opening
 
-        return opening.open_splits(self, orders, hp, device, settings)
+        return opening.open_encoded_splits(self, orders, hp, device, settings)
 
     def open_test_split(self, opening: Opening) -> tuple[Split, ModelInput]:
         from flyte_ddp.datasets.encoded.opening import open_test_split

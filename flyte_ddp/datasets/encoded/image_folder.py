@@ -25,7 +25,7 @@ from flyte_ddp.storage.identity import digest_lines
 
 if TYPE_CHECKING:
     from flyte_ddp.core.settings import Settings
-    from flyte_ddp.datasets.encoded.samples import ImageReader
+    from flyte_ddp.datasets.encoded.readers import ImageReader
 
 SUFFIXES = tuple(f".{kind}" for kind in IMAGES)
 COLUMNS = ("labels", "sizes", "tags")  # of an ImageList; each is written as one .npy file
@@ -195,7 +195,7 @@ class ImageFolderSet(EncodedSet):
         *,
         members: bool = False,
     ) -> ImageReader:
-        from flyte_ddp.datasets.encoded.samples import FileReader
+        from flyte_ddp.datasets.encoded.readers import FileReader
 
         return FileReader(source, members=members)
 

@@ -21,7 +21,8 @@ from flyte_ddp.core.samples.pictures import Pixels
 from flyte_ddp.core.settings import Settings
 from flyte_ddp.datasets.encoded.decoding import DecodingError, decode_image
 from flyte_ddp.datasets.encoded.encoded_set import EncodedSet
-from flyte_ddp.datasets.encoded.samples import BadSamples, Encoded, EncodedSamples, map_samples
+from flyte_ddp.datasets.encoded.readers import Encoded, map_samples
+from flyte_ddp.datasets.encoded.samples import BadSamples, EncodedSamples
 from flyte_ddp.datasets.prepared_set import Opening
 
 
@@ -41,7 +42,7 @@ def sample_options(data: EncodedSet, hp: Hyperparameters) -> dict[str, Any]:
     }
 
 
-def open_splits(
+def open_encoded_splits(
     data: EncodedSet,
     orders: Orders,
     hp: Hyperparameters,
@@ -72,7 +73,7 @@ def open_splits(
     pool = start_pool(loaders, settings.loaders, device)
     sources = [WorkerImages(loader, pool, device) for loader in loaders]
     training, validation, test = (
-        Split(sources[place], orders[split], loaders[place].reader.files)
+        Split(sources[place], orders[split], loaders[place].reader.prefetcher)
         for split, place in (("training", 0), ("validation", 0), ("test", -1))
     )
     inputs = InputSpec(3, options["size"], options["size"], data.mean, data.std)
@@ -100,7 +101,7 @@ def open_test_split(data: EncodedSet, opening: Opening) -> tuple[Split, ModelInp
         decode=UserFunction("sample", opening.sample) if opening.sample else None,
     )
     pool = start_pool([loader], opening.settings.loaders or count_cores(), opening.device)
-    return Split(WorkerImages(loader, pool, opening.device), order, reader.files), spec
+    return Split(WorkerImages(loader, pool, opening.device), order, reader.prefetcher), spec
 
 
 def iterate_test_images(data: EncodedSet, opening: Opening) -> Iterator[Pixels]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from flyte_ddp.core.loading.split import Splits
     from flyte_ddp.core.settings import Settings
-    from flyte_ddp.datasets.encoded.samples import ImageReader
+    from flyte_ddp.datasets.encoded.readers import ImageReader
 
 
 class ShardSet(EncodedSet):
@@ -61,7 +61,7 @@ class ShardSet(EncodedSet):
     def open_reader(
         self, source: ShardIndex, settings: Settings, streams: int = 16, *, members: bool = False
     ) -> ImageReader:
-        from flyte_ddp.datasets.encoded.samples import ShardImages
+        from flyte_ddp.datasets.encoded.readers import ShardImages
         from flyte_ddp.shards.cache import ShardCache
         from flyte_ddp.shards.dataset import ShardReader
 

@@ -35,7 +35,8 @@ from flyte_ddp.core.samples.pictures import Pixels
 from flyte_ddp.core.settings import Settings
 from flyte_ddp.datasets.encoded import cropping
 from flyte_ddp.datasets.encoded.opening import sample_options
-from flyte_ddp.datasets.encoded.samples import BadSamples, Encoded, EncodedSamples, ShardImages
+from flyte_ddp.datasets.encoded.readers import Encoded, ShardImages
+from flyte_ddp.datasets.encoded.samples import BadSamples, EncodedSamples
 from flyte_ddp.datasets.encoded.shard_set import ShardSet
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardReader

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from flyte_ddp.core.errors import UnreachableError
 from flyte_ddp.core.launch.remote.sources import unpack_sources
-from flyte_ddp.core.launch.supervise.fork_server import open_starter
+from flyte_ddp.core.launch.supervise.fork_server import open_rank_starter
 from flyte_ddp.core.launch.supervise.link import RankInfo
 from flyte_ddp.core.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.core.launch.supervise.supervisor import end_ranks
@@ -105,7 +105,7 @@ def open_restarter(info: RankInfo) -> Iterator[Callable[[], RankHandle]]:
         start_ranks(group, [info])
         return group[0]
 
-    with open_starter() as start_ranks:
+    with open_rank_starter() as start_ranks:
         yield start_rank
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from flyte_ddp.core.launch.remote import connection
 from flyte_ddp.core.launch.remote.file_sync import SEND_SECONDS, FileSender, Send
+from flyte_ddp.core.launch.supervise.failure_report import make_failure_report
 from flyte_ddp.core.launch.supervise.rank_handle import RankHandle
-from flyte_ddp.core.launch.supervise.report import make_failure_report
 from flyte_ddp.core.launch.supervise.stopping import call_on_signals
 from flyte_ddp.core.machine.process import stop_signals
 
@@ -101,7 +101,7 @@ def relay_until_restart(handle: RankHandle, folder: Path, pipe: Connection, send
         with detect_lost_launcher():
             work, handle.network = connection.receive_work(pipe, folder)
         folder_to_send = None if work.sees_run_folder else work.output_folder
-        handle.send_work(work)
+        handle.queue_work(work)
         over = relay_messages(handle, pipe, send, folder_to_send)
     except (connection.RunOverError, LauncherGoneError):
         raise

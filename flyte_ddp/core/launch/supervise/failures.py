@@ -7,8 +7,8 @@ import signal
 from collections.abc import Container, Sequence
 
 from flyte_ddp.core.errors import OutOfMemoryError, RankError, RankLostError, UnreachableError, UserError
+from flyte_ddp.core.launch.supervise.failure_report import CONSEQUENCES, ROOT_CAUSES, Cause, FailureReport
 from flyte_ddp.core.launch.supervise.rank_handle import RankHandle
-from flyte_ddp.core.launch.supervise.report import CONSEQUENCES, ROOT_CAUSES, Cause, FailureReport
 
 NO_STACK = "(no stack reported)"
 MISTAKES = {Cause.MISTAKE: UserError, Cause.UNREACHABLE: UnreachableError}

@@ -24,10 +24,10 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import NoReturn
 
+from flyte_ddp.core.launch.supervise.failure_report import make_failure_report
 from flyte_ddp.core.launch.supervise.link import RankInfo
 from flyte_ddp.core.launch.supervise.rank_handle import JOIN_SECONDS, ProcessHandle, RankHandle, start_processes
 from flyte_ddp.core.launch.supervise.rank_process import flush_output, start_rank
-from flyte_ddp.core.launch.supervise.report import make_failure_report
 from flyte_ddp.core.machine.process import (
     become_subreaper,
     die_with_parent,
@@ -164,7 +164,7 @@ class RankServer:
 
 
 @contextmanager
-def open_starter() -> Iterator[Callable[[list[RankHandle], Sequence[RankInfo]], None]]:
+def open_rank_starter() -> Iterator[Callable[[list[RankHandle], Sequence[RankInfo]], None]]:
     """Yield a function that starts ranks on this host and appends their handles to a list.
 
     All ranks must have ended before the end of the block. On Linux, the end of the block waits up to 10 s for the rank

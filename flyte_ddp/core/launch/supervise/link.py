@@ -11,8 +11,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from flyte_ddp.core.errors import CollectiveTimeoutError
+from flyte_ddp.core.launch.supervise.failure_report import make_failure_report
 from flyte_ddp.core.launch.supervise.network import set_network_interface
-from flyte_ddp.core.launch.supervise.report import make_failure_report
 from flyte_ddp.core.runs.checkpoint import Handover
 
 Message = dict[str, Any]  # between a rank, its agent and the launcher: "kind", and the values of this kind

@@ -8,10 +8,10 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from flyte_ddp.core.launch.supervise.failure_report import FailureReport
 from flyte_ddp.core.launch.supervise.link import Message, PipeEnd, RankInfo
 from flyte_ddp.core.launch.supervise.network import LOOPBACK
 from flyte_ddp.core.launch.supervise.rank_process import start_rank
-from flyte_ddp.core.launch.supervise.report import FailureReport
 from flyte_ddp.core.machine.process import count_out_of_memory_kills, read_stack, spawn_context
 
 READ_SECONDS = 0.1  # for messages of one rank, so that many messages delay neither other ranks nor requests to stop
@@ -69,6 +69,10 @@ class RankHandle(PipeEnd):
         """Return the objects for ``connection.wait`` that become ready when the rank sends a message or ends."""
         end = [self.sentinel] if self.sentinel is not None and self.exitcode is None else []
         return [*end, *([self.pipe] if self.listening else [])]
+
+    def queue_work(self, work: Any) -> None:
+        """Send the rank its work, at once or as soon as the rank is ready."""
+        self.send_work(work)
 
     def send_work(self, work: Any) -> None:
         self.resumed_step = work.checkpoint.step if work.checkpoint else 0
@@ -128,7 +132,7 @@ class ProcessHandle(RankHandle):
         # Does not poll, because an exit code that is read outside the supervisor's wait does not end the next wait.
         return self.ready or self.exitcode is not None
 
-    def send_work(self, work: Any) -> None:
+    def queue_work(self, work: Any) -> None:
         """Keep the work until the rank reports that it is ready.
 
         Large work does not fit into a pipe that is not read.
@@ -140,7 +144,7 @@ class ProcessHandle(RankHandle):
         for message in super().read_messages():
             if message["kind"] == "ready":
                 self.ready = True
-                super().send_work(self.work)
+                self.send_work(self.work)
             else:
                 yield message
 

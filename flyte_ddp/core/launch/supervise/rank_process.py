@@ -12,8 +12,8 @@ import threading
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
+from flyte_ddp.core.launch.supervise.failure_report import CONSEQUENCES, classify_error
 from flyte_ddp.core.launch.supervise.link import Link, RankInfo
-from flyte_ddp.core.launch.supervise.report import CONSEQUENCES, find_cause
 from flyte_ddp.core.launch.supervise.stopping import call_on_signals
 from flyte_ddp.core.machine import process
 
@@ -59,7 +59,7 @@ def run_and_report(info: RankInfo, link: Link) -> int:
     except BaseException as error:
         flush_output()  # before the report, after which the launcher ends this process
         link.report_error(error)
-        if find_cause(error) in CONSEQUENCES:
+        if classify_error(error) in CONSEQUENCES:
             threading.Event().wait()  # the launcher may request a checkpoint, and then kills this process
         return 1
     flush_output()

@@ -7,9 +7,9 @@ from multiprocessing import connection
 from typing import Any
 
 from flyte_ddp.core.errors import RankError, RankLostError, print_to_stderr
+from flyte_ddp.core.launch.supervise.failure_report import CONSEQUENCES, Cause
 from flyte_ddp.core.launch.supervise.failures import NO_STACK, find_first_failure, find_root_cause
 from flyte_ddp.core.launch.supervise.rank_handle import RankHandle
-from flyte_ddp.core.launch.supervise.report import CONSEQUENCES, Cause
 from flyte_ddp.core.launch.supervise.stopping import StopRequest, stop_error
 from flyte_ddp.core.runs.checkpoint import trust_checkpoint
 from flyte_ddp.core.runs.run_folder import make_handover

@@ -51,7 +51,8 @@ def make_failure_report(error: BaseException) -> FailureReport:
     """
     raised = error.__cause__ if type(error) is CollectiveError and error.__cause__ else error  # torch's error
     trace = shorten_text("".join(traceback.format_exception(error)))
-    return FailureReport(find_cause(error), type(raised).__name__, exception_message(raised), trace, time.monotonic())
+    message = exception_message(raised)
+    return FailureReport(classify_error(error), type(raised).__name__, message, trace, time.monotonic())
 
 
 def exception_message(error: BaseException) -> str:
@@ -67,7 +68,7 @@ def shorten_text(text: str) -> str:
     return text if len(text) <= MAX_CHARACTERS else f"{text[:half]}\n...\n{text[-half:]}"
 
 
-def find_cause(error: BaseException) -> Cause:
+def classify_error(error: BaseException) -> Cause:
     """Return the cause of a rank's failure, by the types of the exception and of the exceptions that caused it.
 
     The text counts only for a RuntimeError of torch. If a signal has ended a process of torch's DataLoader, the cause
