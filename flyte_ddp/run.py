@@ -106,7 +106,8 @@ def run_part(
 
     settings = settings or read_settings()
     request = replace(request_ranks(hp), threads=threads)
-    launch, unfinished = launch or choose_launcher(request), run_folder / UNFINISHED
+    launch = launch or choose_launcher(request)  # one rank: single.launch, several ranks: spawn.launch
+    unfinished = run_folder / UNFINISHED
     progress = Progress(settings.progress)
     for warning in check_prepared_set(data, hp):
         progress.print_note(warning)

@@ -63,7 +63,7 @@ def train_in_run_folder(
         pod_run(PLATFORM, folder, folder / UNFINISHED) as start_attempt,
     ):
         prepared = Path(data.download())
-        return run_training(hp, prepared, folder, start_attempt(), launch=launch)
+        return run_training(hp, prepared, folder, settings=start_attempt(), launch=launch)
 
 
 def training_outputs(result: "Result") -> TrainingOutputs:

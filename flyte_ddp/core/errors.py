@@ -21,7 +21,8 @@ class UserError(click.ClickException, ValueError):
     """A mistake that the user can fix.
 
     The message names the value, the rule and the fix. Because this is a ``ClickException``, ``pyflyte`` prints a single
-    panel without a traceback, and exits with status 1.
+    panel without a traceback, and exits with status 1. ``tasks/command_line.py`` turns some errors of flytekit into
+    UserErrors.
     """
 
 
@@ -40,7 +41,8 @@ class RankError(click.ClickException, RuntimeError):
     """A rank failed for another reason than a known mistake of the user.
 
     ``message`` describes the failure in a line or two. ``details`` is a traceback, or the stacks of ranks that hang. If
-    ``recoverable`` is True, the machine failed, and a retry may succeed.
+    ``recoverable`` is True, the machine failed, and a retry may succeed. In ``pyflyte``,
+    ``tasks/command_line.py`` shows the lines of :meth:`format_message` in a panel, without the details.
     """
 
     def __init__(self, message: str, *, details: str = "", recoverable: bool = False) -> None:

@@ -139,7 +139,9 @@ def read_text_variable(name: str) -> str:
 
 
 def read_choice_variable(name: str, choices: tuple[str, ...]) -> str:
-    """Return the value of an environment variable, or its default.
+    """Return the value of an environment variable, else its default in variables.toml, else "" (no default).
+
+    An empty variable counts as not set. A name that is not in variables.toml raises KeyError.
 
     Raises:
         UserError: The value is not empty, and is not one of ``choices``.
@@ -169,7 +171,9 @@ def read_number_variable(name: str, at_least: float = 0.0) -> float:
 
 
 def read_whole_number_variable(name: str) -> int:
-    """Return the whole number in an environment variable, or its default.
+    """Return the whole number in an environment variable, or its default in variables.toml.
+
+    An empty variable counts as not set. A name that is not in variables.toml raises KeyError.
 
     Raises:
         UserError: The value is not a whole number of at least 0.

@@ -77,15 +77,15 @@ def order_and_open_splits(
 
 
 def apply_sampling(data: PreparedSet, order: SampleOrder, sampling: str) -> SampleOrder:
-    """Return ``order`` changed as the hyperparameter ``sampling`` says. "shuffled" returns ``order`` unchanged.
+    """Return the order of the training samples for the hyperparameter ``sampling``.
 
-    A user-defined function is called twice here, to check that both calls choose the same samples. Later, the returned
-    order calls the function.
+    A user-defined function is imported, and called twice for epoch 0, to check that both calls choose the same samples.
+    Exceptions of the function pass through. Later, the returned order calls the function.
 
     Args:
         data: The data set.
         order: The order of the training split, a ListedOrder unless ``sampling`` is "shuffled".
-        sampling: "shuffled", "balanced", "weighted" or a ``package.module:callable``.
+        sampling: "shuffled" (returns ``order``), "balanced", "weighted" or a ``package.module:callable``.
 
     Raises:
         UserError: The data lack the weights or classes that ``sampling`` needs, all weights are 0, or the user's

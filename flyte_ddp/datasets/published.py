@@ -126,6 +126,8 @@ WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight",
 def read_idx_files(folder: Path) -> Arrays:
     """Read four gzipped IDX files, and return images [N, H, W] and labels [N] of training, then of test.
 
+    The arrays are uint8 and read-only. Whether a file holds values of this type is not checked.
+
     A file holds two zero bytes, the type of the values (8: unsigned bytes), and the number of dimensions. The
     dimensions (big-endian uint32) and the values (C order) follow. Source: "THE IDX FILE FORMAT", LeCun, Cortes,
     Burges.

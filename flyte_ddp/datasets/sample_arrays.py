@@ -338,9 +338,10 @@ def convert_new_inputs(
 
 
 def convert_id(given: Any) -> str:
-    """Return an id as a text.
+    """Return an id, given as a text, bytes, number or tensor of one element, as a text.
 
-    Whole floats become whole numbers, because pandas turns whole ids with gaps into floats. Bytes are decoded.
+    Whole floats become whole numbers, because pandas turns whole ids with gaps into floats. Bytes are decoded as UTF-8,
+    and invalid bytes become escapes such as ``\\xff``.
     """
     given = given.item() if is_tensor(given) else given
     if isinstance(given, bytes):
@@ -350,10 +351,13 @@ def convert_id(given: Any) -> str:
 
 
 def convert_leaves(name: str, leaves: Any, *, distinct: bool = False) -> Leaves:
-    """Return leaves, in the same form, as contiguous arrays or Ragged in the types that are stored. None stays None.
+    """Return leaves as contiguous arrays or Ragged, in the same form. None stays None.
+
+    Floats become float32, and other values a type that torch supports. Arrays that fit are not copied.
 
     Args:
-        name: The name of the leaves in errors. Reserved names of leaves are rejected if the name ends with "inputs".
+        name: What the leaves are called in errors. If the name ends with "inputs", reserved names of leaves are
+            rejected.
         leaves: The leaves as the user gave them.
         distinct: Whether values that float32 cannot distinguish are rejected.
 

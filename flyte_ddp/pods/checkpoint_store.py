@@ -74,10 +74,9 @@ class CheckpointStore:
     from_scratch: bool = False  # whether to ignore checkpoints of other executions
 
     def download_newest_checkpoint(self, path: Path) -> Checkpoint | None:
-        """Return the newest readable checkpoint, or None without checkpoints.
+        """Download the run's newest readable checkpoint to ``path``, and return the checkpoint.
 
-        Considers the blob store and the folder of ``path``. Downloads to ``path``, unless the folder has a checkpoint
-        that is equally new.
+        Returns None without checkpoints. Makes up to 4 tries of each request, and prints the pauses between tries.
 
         Raises:
             UserError: Checkpoints cannot be listed or read, or this attempt would be futile.
@@ -133,10 +132,10 @@ class CheckpointStore:
         return steps
 
     def download_newest_readable(self, files: list[RunFile], path: Path) -> Checkpoint | None:
-        """Return the newest readable checkpoint of ``files`` (newest first).
+        """Download the newest readable checkpoint of ``files`` (newest first) to ``path``, and return the checkpoint.
 
-        Downloads to ``path``. Prints the attempt of the checkpoint, and the faults of unusable checkpoints. Returns
-        None without any checkpoint.
+        Returns None without any checkpoint. Makes up to 4 tries of each download, and prints the pauses between tries.
+        Prints the attempt of the checkpoint, and the faults of unusable checkpoints.
 
         Raises:
             UserError: Checkpoints exist, but none is readable.
@@ -221,10 +220,13 @@ class CheckpointStore:
             )
 
     def record_attempt_start(self, step: int) -> None:
-        """Write a note that the attempt launches its ranks, after ``step``.
+        """Write a note that this attempt is about to launch its ranks, in up to 4 tries.
+
+        ``step`` is the step after which the run resumes (0: from scratch).
 
         Raises:
-            UnreachableError: 4 tries failed by an outage.
+            UnreachableError: All tries failed by an outage.
+            UnavailableError: The blob store rejected the request.
         """
         self.retry_on_outage(self.folder, lambda _: self.write_note(STARTED, step))
 

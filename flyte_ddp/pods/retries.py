@@ -53,7 +53,7 @@ def raise_retryable_errors(platform: Platform) -> Iterator[None]:
                 raise
             failure = StoppedError("SIGTERM", step=None) if isinstance(error, PodTerminated) else error
             if not is_in_pod() or (isinstance(failure, RankError) and not failure.recoverable):
-                raise failure from failure.__cause__  # the rank's traceback, for the pod's log
+                raise failure from failure.__cause__  # a single rank's traceback, for the pod's log
             resumption = f"\n\n{describe_resumption(failure.step)}" if isinstance(failure, RankError) else ""
             raise platform.retryable_error(f"{failure}{resumption}") from error
 

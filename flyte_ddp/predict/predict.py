@@ -332,10 +332,20 @@ def write_mask(folder: Path, name: str, mask: NDArray[Any], classes: int) -> str
 def make_answer_columns(
     model: SavedModel, outputs: Any, targets: Leaves, undefined: NDArray[np.bool_], top_classes: int = 0
 ) -> TableColumns:
-    """Return the objective's answers by column, with texts replaced by "" where ``undefined`` [n].
+    """Return the objective's answers as columns of a table.
 
-    ``targets`` show which outputs are padding, unless None. With ``top_classes`` the answers are this many likeliest
-    classes of each sample, otherwise a column for each class. Raises UserError if the objective has no columns.
+    In undefined rows, texts become "", and numbers stay.
+
+    Args:
+        model: The saved model.
+        outputs: The model's outputs for a batch.
+        targets: The targets of the batch, which show which outputs are padding, or None.
+        undefined: Which rows are undefined, bool [n].
+        top_classes: Passed to the objective's ``top_answers``, which may limit the columns to this many classes
+            (0: ``answers`` is called instead).
+
+    Raises:
+        UserError: The objective has no columns.
     """
     objective, where = model.objective, model.sidecar.objective
     shown = outputs if targets is None else objective.hide_padding(outputs, targets)

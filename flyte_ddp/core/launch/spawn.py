@@ -1,4 +1,4 @@
-"""Launches ranks as processes of this machine, forked on Linux, and spawned on other systems.
+"""Launches ranks as processes of this machine, forked on Linux by ``fork_server.py``, and spawned on other systems.
 
 Each rank begins in rank_process.start_rank. ``torch.multiprocessing.spawn`` would import torch once in each rank, and
 also in this process, which does not need torch.

@@ -30,7 +30,8 @@ def check_model(name: str, model: nn.Module) -> None:
 def check_state_dict(name: str, state_dict: Mapping[str, Any]) -> None:
     """Raise UserError, naming the entry, if ``torch.load(weights_only=True)`` would reject the state_dict.
 
-    ``name`` is the name of the model in the error.
+    Tensors are not examined. Other values are pickled and read again in memory. ``name`` is the name of the model in
+    the error.
     """
     if found := find_refused_value(state_dict):
         key, value = found

@@ -126,7 +126,11 @@ def make_forward(exchange: Exchange) -> Callable[[_BatchNorm, Tensor], Tensor]:
         """Return the values [N, C, ...] normalised for each channel. N may differ between ranks.
 
         Collective in training mode, where running statistics are updated. In evaluation mode, calls the forward of the
-        layer's class.
+        layer's class. If ranks are at different layers, ranks on GPUs hang.
+
+        Raises:
+            UserError: Ranks on CPUs are at different layers.
+            ValueError: A channel has a single value on all ranks together.
         """
         class_forward = type(layer).forward
         if not layer.training or not forward.over_ranks:  # type: ignore[attr-defined]
@@ -203,6 +207,7 @@ class GlobalNormalisation(torch.autograd.Function):
             exchange: Gathers the numbers of all ranks.
 
         Raises:
+            UserError: Ranks on CPUs are at different layers. Ranks on GPUs hang.
             ValueError: A channel has a single value on all ranks together.
         """
         ctx.has_values = exchange.this_pass.has_samples and values.numel() > 0
@@ -233,6 +238,9 @@ class GlobalNormalisation(torch.autograd.Function):
 
         The gradient of the values takes account of the statistics, which depend on all ranks' values. The gradients of
         weight and bias are of this rank's values alone.
+
+        Raises:
+            UserError: Ranks on CPUs are at different layers. Ranks on GPUs hang.
         """
         values, weight, mean, variance, count = ctx.saved_tensors
         scale = weight if weight is not None else torch.ones_like(mean)

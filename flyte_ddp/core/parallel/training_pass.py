@@ -141,7 +141,10 @@ class Generators(NamedTuple):
 
 
 def mix_bits_in_place(x: Tensor) -> Tensor:
-    """Replace int64 states by SplitMix64's output (Steele, Lea and Flood, OOPSLA 2014) in place. Return ``x``."""
+    """Apply SplitMix64's finaliser (Steele, Lea and Flood, OOPSLA 2014) to int64 states in place. Return ``x``.
+
+    The caller adds SplitMix64's increment before.
+    """
     x ^= shift_right(x, 30)
     x *= FIRST_FACTOR  # products wrap around
     x ^= shift_right(x, 27)

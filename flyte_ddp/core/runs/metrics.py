@@ -157,16 +157,16 @@ def read_metrics(path: Path) -> list[MetricsRecord]:
     """Return the records of ``metrics.jsonl``. Lines that are no records are skipped.
 
     Raises:
-        UserError: The file cannot be read, or a record has a value of another type.
+        UserError: The file cannot be read, or a record lacks a field or has a value of another type.
     """
     return [*parse_metrics(read_records(path), f"{path} is damaged")]
 
 
 def parse_metrics(values: Iterable[JsonObject], where: str) -> Iterator[MetricsRecord]:
-    """Yield the records of JSON objects. Objects of other kinds are skipped.
+    """Yield a record for each JSON object whose kind is known, and skip other objects.
 
     Raises:
-        UserError: A record has a value of another type. The text begins with ``where``.
+        UserError: A field is missing, or a value has another type. The text begins with ``where``.
     """
     for value in values:
         kind = value.get("kind")

@@ -20,8 +20,9 @@ def open_run(work: Work, folder: Path, outputs: Sequence[str], *, is_temporary: 
     Without a checkpoint, empties metrics.jsonl and removes ``results/``.
 
     If ranks write into ``unfinished/``, publishes the earlier run there before the block, and this run after the block,
-    each only if it is complete. A complete run is published also after an error, such as Ctrl-C during the wait for
-    wandb. Otherwise an error leaves checkpoints, metrics and results, and ``finish_error`` completes the error.
+    each only if it is complete. A run is complete when report.html exists. A complete run is published also after an
+    error, such as Ctrl-C during the wait for wandb. Otherwise an error leaves checkpoints, metrics and results, and
+    ``finish_error`` completes the error.
 
     Args:
         work: The ranks' work without a checkpoint. Ranks write into ``folder``, or into ``unfinished/`` in it.

@@ -60,7 +60,7 @@ def train(rank: Rank) -> None:
         if work.checkpoint is not None:
             load_training_state(state, recorder, work.checkpoint)
         else:
-            recorder.add_warning(trial.try_evaluation(state))
+            recorder.add_warning(trial.try_evaluation(state))  # the first call of a user-defined model
         fix = (
             f"raise accumulation_steps (now {loop.accumulation_steps}), which changes no result without BatchNorm, or "
             f"lower batch_size ({loop.batch_size} on {world_size()} rank(s)) or test_batch_size "

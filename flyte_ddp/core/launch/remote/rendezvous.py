@@ -100,11 +100,16 @@ class Rendezvous:
     def run_ranks(self, check_engine: Callable[[], None], stop: StopRequest | None = None) -> None:
         """Gather all agents, send them the work, and return when all ranks have completed.
 
-        After a recoverable failure the run resumes. For a restart in place, living agents start their ranks again, and
-        the engine may replace lost agents. Otherwise the engine may replace all agents. While agents are missing, calls
-        ``check_engine`` several times a second, which raises if an agent will not come. ``stop`` is a request to stop
-        that the caller catches (None: this method catches signals). Raises the errors of all launchers
-        (:mod:`flyte_ddp.core.launch`).
+        Each gathering waits up to 300 s for agents. After a recoverable failure, sets the output folder back to the
+        newest checkpoint, and the run resumes. Without a checkpoint, empties metrics.jsonl and removes ``results/``. If
+        the ranks may restart in place, living agents start their ranks again, and the engine replaces only lost agents.
+        Otherwise all agents end. Then the engine must start new agents, or the failure is raised.
+
+        Raises the errors of all launchers (:mod:`flyte_ddp.core.launch`).
+
+        Args:
+            check_engine: Called several times a second while agents are missing. Raises if an agent will not come.
+            stop: A request to stop that the caller catches (None: this method catches signals).
         """
         failure: BaseException | None = None
         in_place = False

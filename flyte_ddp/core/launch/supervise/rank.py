@@ -186,7 +186,8 @@ def configure_malloc(*, retain: bool) -> None:
     """Make glibc retain freed memory in this process for later steps, or restore glibc's defaults.
 
     By default glibc returns freed memory to the kernel. Then each step has page faults, which are slow in virtual
-    machines.
+    machines. After the defaults are restored, glibc's threshold for mappings no longer adapts itself until the process
+    ends. Without glibc, does nothing.
     """
     set_malloc_option(M_MMAP_MAX, 0 if retain else 65536)  # number of mappings
     set_malloc_option(M_TRIM_THRESHOLD, 2**31 - 1 if retain else 128 * 1024)  # bytes
@@ -211,4 +212,4 @@ def restore_process_settings() -> Iterator[None]:
             torch.use_deterministic_algorithms(deterministic)
         if cublas is None:
             os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-        configure_malloc(retain=False)  # except that glibc's threshold for mappings no longer adapts itself
+        configure_malloc(retain=False)
