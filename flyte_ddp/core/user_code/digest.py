@@ -24,12 +24,13 @@ DECIDING = (
     *("shards/dataset.py", "shards/members.py", "shards/index.py", "shards/tar.py"),
     *("catalog.py", "torchvision_weights.json"),
 )
+LIBRARY = Path(__file__).parents[2]  # the folder of the package flyte_ddp
 PARSING = threading.Lock()
 NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)  # exceptions of parsing a file that is not Python
 
 
 @cache
-def library_digest(root: Path = Path(__file__).parents[2]) -> str:
+def library_digest(root: Path = LIBRARY) -> str:
     """Return 16 hexadecimal digits of a SHA-256 over DECIDING, the code that decides a run's result.
 
     The files are read once in a process.
@@ -38,7 +39,7 @@ def library_digest(root: Path = Path(__file__).parents[2]) -> str:
 
 
 @cache
-def package_digest(root: Path = Path(__file__).parents[2]) -> str:
+def package_digest(root: Path = LIBRARY) -> str:
     """Return 16 hexadecimal digits of a SHA-256 over the library's Python, TOML and JSON files.
 
     The files are read once in a process.

@@ -16,7 +16,7 @@ import click
 
 from flyte_ddp.core.errors import UserError, shorten_path
 from flyte_ddp.core.user_code.callables import missing_module_error, search_working_directory, split_spec
-from flyte_ddp.core.user_code.digest import ARITHMETIC, normalize_code, parse_python
+from flyte_ddp.core.user_code.digest import ARITHMETIC, LIBRARY, normalize_code, parse_python
 from flyte_ddp.core.user_code.modules import find_top_level, is_user_file, list_places
 
 IDENTIFIED = {"flyte_ddp", *ARITHMETIC}  # packages that are identified by library_digest() or by version
@@ -197,8 +197,7 @@ def translate_user_errors(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        ours = Path(__file__).parents[2]
-        is_own = [is_user_file(each.filename) and not Path(each.filename).is_relative_to(ours) for each in frames]
+        is_own = [is_user_file(each.filename) and not Path(each.filename).is_relative_to(LIBRARY) for each in frames]
         if not any(is_own):
             raise
         line, text = frames[len(is_own) - 1 - is_own[::-1].index(True)], traceback.format_exception_only(error)

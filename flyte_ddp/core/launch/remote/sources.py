@@ -8,10 +8,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from flyte_ddp.core.errors import UserError
-from flyte_ddp.core.user_code.digest import list_package_files
+from flyte_ddp.core.user_code.digest import LIBRARY, list_package_files
 from flyte_ddp.core.user_code.source import find_user_sources
-
-LIBRARY = Path(__file__).parents[2]
 
 
 def pack_sources(*specs: str) -> bytes:
