@@ -37,7 +37,7 @@ train: install ## Train on the embedded digits, 2 ranks (other settings: make tr
 	@echo "Training; results will be under runs/ ..."
 	$(BIN)/pyflyte run workflows/training.py training_wf --hp '$(HP)'
 
-test: install ## Run all tests but the exhaustive ones (7 to 9 minutes on two cores)
+test: install ## Run all tests but the exhaustive ones (about 7 minutes on two quiet cores)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not exhaustive"
 
 test-exhaustive: install ## Run the exhaustive tests: more faults, stores, launchers and seeds (about 20 minutes)
