@@ -18,8 +18,9 @@ from benchmarks.running import call
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.launch.supervise.rank import configure_malloc
 from flyte_ddp.core.loading.arrays import open_array_batches
+from flyte_ddp.core.loading.loader_threads import LoaderThreads
 from flyte_ddp.core.loading.split import Split
-from flyte_ddp.core.loading.workers import LoaderPool, LoaderThreads
+from flyte_ddp.core.loading.workers import LoaderPool
 from flyte_ddp.core.order.sampling import ListedOrder
 from flyte_ddp.core.settings import Settings
 from flyte_ddp.datasets import fetch, open_prepared

@@ -16,6 +16,7 @@ from flyte_ddp.core.settings import read_number_variable
 from flyte_ddp.core.user_code.callables import load_callable, require_positional_arguments
 from flyte_ddp.core.user_code.source import user_source_digest
 from flyte_ddp.datasets.images import image_arrays
+from flyte_ddp.datasets.leaf_conversion import convert_weights
 from flyte_ddp.datasets.on_demand_set import (
     OnDemand,
     OnDemandSet,
@@ -26,7 +27,7 @@ from flyte_ddp.datasets.on_demand_set import (
     require_samples,
     split_item,
 )
-from flyte_ddp.datasets.sample_arrays import SampleArrays, arrays, convert_weights
+from flyte_ddp.datasets.sample_arrays import SampleArrays, arrays
 from flyte_ddp.datasets.table import Table, load_table
 from flyte_ddp.storage.identity import content_identity, digest_lines
 

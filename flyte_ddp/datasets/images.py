@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.samples.class_names import normalize_class_names
 from flyte_ddp.core.samples.leaves import require_array, require_numbers
-from flyte_ddp.datasets.sample_arrays import SampleArrays, convert_weights, require_class_numbers, unify_sides
+from flyte_ddp.datasets.leaf_conversion import convert_weights, require_class_numbers, unify_sides
+from flyte_ddp.datasets.sample_arrays import SampleArrays
 
 Images = NDArray[np.uint8]
 CHUNK_BYTES = 4 << 20  # size of chunks in which pixels are counted: np.bincount needs eight times their memory

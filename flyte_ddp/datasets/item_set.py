@@ -1,4 +1,4 @@
-"""Prepared sets of items: inputs and targets that are any leaves, or images of one size."""
+"""Prepared sets of items. Inputs and targets are any leaves, or images of one size."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class ItemSet(PreparedSet):
 
     def open_splits(self, orders: Orders, hp: Hyperparameters, device: torch.device, settings: Settings) -> Splits:
         """Open this rank's splits. Arrays need processes only if augmentation or collate are user-defined."""
-        from flyte_ddp.datasets import items
+        from flyte_ddp.datasets import item_splits
 
-        return items.open_item_splits(self, orders, hp, device, settings.loaders)
+        return item_splits.open_item_splits(self, orders, hp, device, settings.loaders)
 
     def open_test_split(self, opening: Opening) -> tuple[Split, ModelInput]:
-        from flyte_ddp.datasets import items
+        from flyte_ddp.datasets import item_splits
 
-        return items.open_test_split(self, opening)
+        return item_splits.open_test_split(self, opening)
 
     def iterate_test_images(self, opening: Opening) -> Iterator[Pixels]:
         from flyte_ddp.core.order.random_state import keep_random_state

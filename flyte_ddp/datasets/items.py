@@ -1,58 +1,36 @@
-"""Load a data set's items, from arrays or by user code, as batches or single images.
+"""Load a data set's items, from arrays or by user code, as batches or single images."""
 
-Also describes the properties that all items share.
-"""
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from statistics import fmean
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from flyte_ddp.catalog import IMAGENET
-from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import UserError
-from flyte_ddp.core.loading.arrays import open_array_batches
 from flyte_ddp.core.loading.batch_memory import BatchMemory
-from flyte_ddp.core.loading.collate import PADDED, STACKED, Samples, Types, batch_samples
+from flyte_ddp.core.loading.collate import PADDED, Samples, Types, batch_samples
 from flyte_ddp.core.loading.sample_loader import SampleLoader
-from flyte_ddp.core.loading.split import Batch, BatchSource, CheckTargets, Split, Splits, TargetSpec
+from flyte_ddp.core.loading.split import Batch, BatchSource, CheckTargets, TargetSpec
 from flyte_ddp.core.loading.user_functions import (
     NO_AUGMENTATION,
     Augmentation,
     Sample,
     UserFunction,
-    derive_target_spec,
     require_target,
 )
 from flyte_ddp.core.loading.worker_sources import WorkerImages, WorkerSource, check_each_target
-from flyte_ddp.core.loading.workers import LoaderPool, make_pool
+from flyte_ddp.core.loading.workers import LoaderPool
 from flyte_ddp.core.machine.device_copy import copy_to_device
-from flyte_ddp.core.machine.resources import count_cores
 from flyte_ddp.core.machine.waiting import limit_wait
-from flyte_ddp.core.models.inputs import InputSpec, LeafSpec, LeavesSpec, ModelInput
+from flyte_ddp.core.models.inputs import InputSpec
 from flyte_ddp.core.order.random_state import keep_random_state
-from flyte_ddp.core.order.sampling import Indices, Order
-from flyte_ddp.core.order.shard_order import Orders
-from flyte_ddp.core.samples.leaves import Leaves, form_of, map_leaves, name_leaves
+from flyte_ddp.core.order.sampling import Indices
+from flyte_ddp.core.samples.leaves import Leaves, map_leaves
 from flyte_ddp.datasets.item_set import ItemSet
-from flyte_ddp.datasets.prepared_set import Opening
-from flyte_ddp.datasets.sample_arrays import require_identifiers
-
-LOOKED_AT = 16
-OTHER = LeafSpec((), "other")
-BATCH_TYPES: dict[str, np.dtype[Any]] = {
-    "float": np.dtype(np.float32),
-    "int64": np.dtype(np.int64),
-    "bool": np.dtype(np.bool_),
-}  # widest first
-TYPES = {"float": "float", "bool": "bool", "int": "int64"}  # of a LeafSpec, by a part of torch's or NumPy's name
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,227 +215,3 @@ class ItemImages(SampleLoader):
 def copy_leaf(leaf: Any) -> Any:
     """Return a copy of an array or a tensor. Other values are returned as they are."""
     return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf.clone() if isinstance(leaf, Tensor) else leaf
-
-
-class ItemFacts(NamedTuple):
-    """Properties that all samples of a data set share."""
-
-    inputs: ModelInput
-    targets: TargetSpec | None  # None: targets have several leaves, or none
-    masked: str | None = None  # name of the input whose mask the model also gets, if ``collate`` is "padded"
-    types: Types = MappingProxyType({})  # of leaves that are numbers
-
-
-def describe_items(
-    data: ItemSet,
-    side: str,
-    order: Order,
-    collate: str,
-    seed: int,
-    *,
-    trained_spec: LeavesSpec | None = None,
-    classes: int = 0,
-) -> ItemFacts:
-    """Return the properties that all samples of a side share.
-
-    If user code makes the samples, reads and collates up to 16 samples of ``order``, at equal distances. Of images on
-    demand, reads only the first. Restores the global random generators.
-
-    Args:
-        side: "train" or "test".
-        order: The order of the samples that may be read.
-        collate: The hyperparameter: "stacked", "padded" or the name of a user's function.
-        trained_spec: The inputs of the trained model. They decide the order of the inputs, the types in batches, and
-            ``masked``.
-        classes: Number of classes for images without class names, or 0.
-
-    Raises:
-        UserError: Samples have different lengths with ``collate`` "stacked", or a name of an input is no identifier.
-        UserCodeError: User code fails.
-    """
-    if data.pictures:
-        return describe_images(data, side, order, seed, classes)
-    stored = data.stored_leaves("train")
-    if stored is not None and ":" not in collate:
-        inputs, targets = map(describe_leaves, stored)
-    else:
-        loader = ItemLoader(Items(data, side), collate if ":" in collate else STACKED, seed)
-        places = np.unique(np.linspace(0, len(order) - 1, LOOKED_AT, dtype=np.int64)).tolist()
-        samples = [int(order.samples(slice(place, place + 1))[0]) for place in places]
-        with keep_random_state():
-            alone = [loader.load_items([sample], None) for sample in samples]
-        require_identifiers(f"dataset={data.name!r}: inputs", alone[0][0])
-        inputs, targets = (join_specs([describe_leaves(batch[part]) for batch in alone]) for part in (0, 1))
-    for kind, spec in (("inputs", inputs), ("targets", targets)):
-        if collate == STACKED and any(None in leaf.shape for _, leaf in spec.leaves):
-            problem = f"the {kind} of dataset={data.name!r} have different lengths"
-            raise UserError(f"collate='stacked': {problem}; set 'padded', or a user-defined function")
-    inputs = inputs if trained_spec is None else inputs.in_order_of(trained_spec)
-    trained = (
-        {} if trained_spec is None else dict(trained_spec.leaves)
-    )  # used first: new samples may have one length by chance
-    shapes = {name: trained.get(name, leaf).shape for name, leaf in inputs.leaves}
-    with_lengths = [name for name, shape in shapes.items() if shape]
-    ragged = (name for name, shape in shapes.items() if shape[:1] == (None,))
-    masked = next(ragged, next(iter(with_lengths), None))
-    dtypes = {("inputs", name): trained.get(name, leaf).dtype for name, leaf in inputs.leaves}
-    dtypes |= {("targets", name): leaf.dtype for name, leaf in targets.leaves}
-    types: Types = {place: BATCH_TYPES[dtype] for place, dtype in dtypes.items() if dtype in BATCH_TYPES}
-    return ItemFacts(inputs, spec_of_single_target(targets), masked if collate == PADDED else None, types)
-
-
-def describe_images(data: ItemSet, side: str, order: Order, seed: int, num_classes: int) -> ItemFacts:
-    """Return size and normalisation of the images, and the properties of their targets.
-
-    Of a set on demand, reads the first picture of ``order`` by user code. If such a set has no class names,
-    ``num_classes`` is the number of classes.
-    """
-    if (stored := data.stored_leaves("train")) is not None:
-        inputs, labels = stored
-        _, height, width, channels = inputs.shape
-        targets = TargetSpec(labels.dtype, labels.shape[1:], len(data.classes))
-        return ItemFacts(InputSpec(channels, height, width, data.mean, data.std), targets)
-    first = int(order.samples(slice(0, 1))[0])
-    with keep_random_state():
-        pixels, target = Items(data, side).read_item(first, seed, None)
-    height, width, channels = pixels.shape
-    mean, std = (each if channels == 3 else (round(fmean(each), 3),) * channels for each in IMAGENET)
-    classes = len(data.classes) or num_classes
-    targets = derive_target_spec(f"dataset={data.name!r}", target, classes, f"{side} sample {first}")
-    return ItemFacts(InputSpec(channels, height, width, mean, std), targets)
-
-
-def describe_leaves(leaves: Leaves) -> LeavesSpec:
-    """Return the form of a batch, and the type and shape of each leaf without the samples' dimension.
-
-    The type of a leaf that is no array or tensor of numbers is "other".
-    """
-
-    def describe(leaf: Any) -> LeafSpec:
-        dtype = next((TYPES[part] for part in TYPES if part in str(getattr(leaf, "dtype", ""))), None)
-        return LeafSpec(tuple(leaf.shape[1:]), dtype) if dtype else OTHER
-
-    named = {name: describe(leaf) for name, leaf in name_leaves(leaves).items()}
-    return LeavesSpec(form_of(leaves), (*named.items(),))
-
-
-def join_specs(specs: Sequence[LeavesSpec]) -> LeavesSpec:
-    """Return a common spec of several batches, in the form of the first batch.
-
-    A size in which batches differ becomes None. A dtype becomes the widest of the batches' dtypes: float, int64, bool.
-    """
-    joined = dict[str, LeafSpec]()
-    for name, first in specs[0].leaves:
-        found = [leaf for spec in specs for other, leaf in spec.leaves if other == name]
-        sizes = [{*each} for each in zip(*(leaf.shape for leaf in found), strict=False)]
-        dtypes = {leaf.dtype for leaf in found}
-        dtype = next((each for each in BATCH_TYPES if each in dtypes), first.dtype)
-        joined[name] = LeafSpec(tuple(next(iter(each)) if len(each) == 1 else None for each in sizes), dtype)
-    return LeavesSpec(specs[0].form, (*joined.items(),))
-
-
-def spec_of_single_target(targets: LeavesSpec) -> TargetSpec | None:
-    """Return the properties of targets with a single array of numbers, else None.
-
-    Sizes that differ between samples become 1, and ``varies`` is then True.
-    """
-    [(_, leaf)] = targets.leaves if targets.form == "leaf" else [("", OTHER)]
-    if leaf.dtype == OTHER.dtype:
-        return None
-    dtype = np.dtype({"float": np.float32, "bool": np.bool_}.get(leaf.dtype, np.int64))
-    return TargetSpec(dtype, tuple(1 if size is None else size for size in leaf.shape), varies=None in leaf.shape)
-
-
-def open_item_splits(data: ItemSet, orders: Orders, hp: Hyperparameters, device: torch.device, workers: int) -> Splits:
-    """Open this rank's splits of a set of items.
-
-    If items, augmentation or collate are user-defined, starts ``workers`` processes (on Linux). Without user code,
-    starts no process. If items or collate are user-defined, first reads up to 16 samples in this process.
-
-    Raises:
-        UserError: ``mixup`` cannot mix the inputs, samples do not fit together, or user code cannot be imported.
-        UserCodeError: User code fails on a sample that is read here.
-    """
-    augmentations = {"train": Augmentation.of(hp.augment, hp.seed), "test": NO_AUGMENTATION}
-    facts = describe_items(data, "train", orders["training"], hp.collate, hp.seed, classes=hp.num_classes)
-    if hp.mixup:
-        check_mixup(hp, facts.inputs)
-    options: dict[str, Any] = {"collate": hp.collate, "seed": hp.seed, "image_size": hp.image_size}
-    sources = open_sources(data, augmentations, facts, device, workers, **options)
-    training = Split(sources.training["train"], orders["training"])
-    validation, test = (
-        Split(sources.evaluation[side], orders[split]) for side, split in (("train", "validation"), ("test", "test"))
-    )
-    return Splits(training, validation, test, facts.inputs, facts.targets)
-
-
-def check_mixup(hp: Hyperparameters, inputs: ModelInput) -> None:
-    """Raise UserError if inputs that are no images cannot be mixed."""
-    if isinstance(inputs, LeavesSpec):
-        mixed = all(leaf.dtype == "float" and None not in leaf.shape for _, leaf in inputs.leaves)
-        if hp.collate == PADDED or not mixed:
-            described = inputs.describe() + (", padded" if hp.collate == PADDED else "")
-            rule = "only floats of one shape can be mixed"
-            raise UserError(f"mixup={hp.mixup:g}: the inputs are {described}, and {rule}; set mixup=0")
-
-
-def open_test_split(data: ItemSet, opening: Opening) -> tuple[Split, ModelInput]:
-    """Open the test split of a set of items, and return the split and the specification of its inputs.
-
-    If items or collate are user-defined, starts processes (on Linux), and first reads up to 16 samples in this process.
-
-    Raises:
-        UserError: Samples do not fit together.
-        UserCodeError: User code fails on a sample that is read here.
-    """
-    order, workers = data.order_test(), opening.settings.loaders or count_cores()
-    trained_spec = opening.spec if isinstance(opening.spec, LeavesSpec) else None
-    facts = describe_items(data, "test", order, opening.collate, opening.seed, trained_spec=trained_spec)
-    options: dict[str, Any] = {"collate": opening.collate, "seed": opening.seed}
-    sources = open_sources(data, {"test": NO_AUGMENTATION}, facts, opening.device, workers, **options)
-    return Split(sources.evaluation["test"], order), facts.inputs
-
-
-class ItemSources(NamedTuple):
-    """The sources of batches by side. Arrays with a user-defined augmentation have another source for training."""
-
-    training: dict[str, BatchSource]
-    evaluation: dict[str, BatchSource]
-
-
-def open_sources(
-    data: ItemSet,
-    augmentations: Mapping[str, Augmentation],
-    facts: ItemFacts,
-    device: torch.device,
-    workers: int,
-    *,
-    collate: str,
-    seed: int,
-    image_size: int = 0,
-) -> ItemSources:
-    """Open the sources of batches of each side, and start processes for user code.
-
-    Args:
-        augmentations: By side, "train" or "test".
-        image_size: Side of the images that a user-defined augmentation may return, or 0.
-    """
-    direct, loaders = dict[str, BatchSource](), dict[str, ItemImages | ItemLoader]()
-    for side, augmentation in augmentations.items():
-        if (stored := data.stored_leaves(side)) is not None and ":" not in collate:
-            options: dict[str, Any] = {"pictures": data.pictures, "masked": facts.masked, "augmentation": augmentation}
-            direct[side] = open_array_batches(device, *stored, data.ids(side), **options)
-            if augmentation.function is None:
-                continue
-        items, spec = Items(data, side), facts.inputs
-        if isinstance(spec, InputSpec):
-            assert facts.targets is not None
-            loaders[side] = ItemImages(
-                items, spec, facts.targets, seed, augmentation=augmentation, image_size=image_size
-            )
-        else:
-            options = {"augmentation": augmentation, "masked": facts.masked, "types": facts.types}
-            loaders[side] = ItemLoader(items, collate, seed, **options)
-    pool = make_pool([*loaders.values()], workers)
-    by_processes = {side: loader.open_source(pool, device) for side, loader in loaders.items()}
-    return ItemSources({**direct, **by_processes}, {**by_processes, **direct})

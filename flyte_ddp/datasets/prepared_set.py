@@ -200,9 +200,9 @@ class PreparedSet:
         raise NotImplementedError
 
     def identify_samples(self, side: str) -> NDArray[np.uint64]:  # noqa: ARG002
-        """Return an identifying number for each sample of a side, or an empty array if all samples had to be read.
+        """Return an identifying number for each sample of a side, or an empty array if the numbers are unknown.
 
-        Equal samples without ids have equal numbers.
+        Equal samples without ids have equal numbers. By default empty.
         """
         return np.empty(0, np.uint64)
 

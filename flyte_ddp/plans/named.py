@@ -1,4 +1,4 @@
-"""The data, the model and the objective that hyperparameters name. Needs no torch until one of them is used."""
+"""The data, the model and the objective that hyperparameters name. Imports torch only when a source is used."""
 
 from __future__ import annotations
 

@@ -22,8 +22,9 @@ from flyte_ddp.core.user_code.callables import load_callable
 from flyte_ddp.core.user_code.source import translate_user_errors
 from flyte_ddp.core.user_code.stored import StoredSpec, import_stored_module
 from flyte_ddp.datasets import columns
+from flyte_ddp.datasets.leaf_conversion import convert_inputs, convert_new_inputs, convert_ragged
 from flyte_ddp.datasets.rows import order_columns, take_rows
-from flyte_ddp.datasets.sample_arrays import SampleArrays, convert_inputs, convert_new_inputs, convert_ragged
+from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.datasets.table import Table, make_table, prepare_copy, read_rows
 from flyte_ddp.models.stored_code import read_model_json
 

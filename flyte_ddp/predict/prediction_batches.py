@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.loading.collate import STACKED
-from flyte_ddp.core.loading.workers import limit_threads
+from flyte_ddp.core.loading.loader_threads import limit_threads
 from flyte_ddp.core.lookahead import map_in_threads
 from flyte_ddp.core.machine.resources import count_cores
 from flyte_ddp.core.models import saving

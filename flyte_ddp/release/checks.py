@@ -142,9 +142,12 @@ def check_above_constant(challenger: Evaluation, alpha: float) -> Check:
 def check_champion_above_constant(champion: Evaluation, *, was_above: bool) -> Check | None:
     """Return the Check that the champion is not worse than the best constant answer.
 
-    The Check fails if the p-value for a worse champion is below DISTINCT (0.001), and the champion was better at its
-    release (``was_above``). A person may have promoted a champion that was no better on purpose. Returns None if no
-    constant answer is known.
+    The Check fails if the p-value for a worse champion is below DISTINCT (0.001), unless ``was_above`` is False: a
+    person may have promoted a champion that was no better than the constant. Returns None if no constant is known.
+
+    Args:
+        champion: The evaluation of the champion.
+        was_above: Whether the champion was better than the constant answer at its release.
     """
     if (compared := compare_with_constant(champion)) is None:
         return None

@@ -128,10 +128,10 @@ def picture_differences(judgement: Judgement) -> dict[tuple[str, str], list[Pict
 def read_test_samples(
     judgement: Judgement, wanted: Collection[int]
 ) -> dict[int, tuple[NDArray[np.uint8] | None, dict[str, str]]]:
-    """Return the images and named inputs of the test samples at the ``wanted`` places.
+    """Read the test split, and return image and input texts of the samples at the ``wanted`` positions, by position.
 
-    Places count the decodable samples of the whole test split. Images are uint8 [H, W, C], and have no named inputs.
-    Other samples have None as image, and texts of inputs by column. Reads the split up to the last place.
+    Positions count the samples of the test split that can be decoded. An image is uint8 [H, W, C], without input texts.
+    Other samples have None in place of an image, and input texts by column. Reads up to the last wanted position.
     """
     model, found, start = judgement.model, dict[int, tuple[NDArray[np.uint8] | None, dict[str, str]]](), 0
     columns = model.sidecar.preprocessing.get("columns", {})

@@ -160,7 +160,10 @@ def render_report(run_folder: Path, name: str = "", failure: str = "") -> str:
 
 
 def list_tiles(run: Run) -> Iterator[tuple[str, str, str]]:
-    """Yield label, value and detail of the tiles: the main measure, if any, and the loss on the test split."""
+    """Yield label, value and detail of each tile at the top of the report.
+
+    The tiles show the main measure, if the objective has measures, and the loss, both on the test split.
+    """
     kept = run.kept_evaluation
     tested, validated = (kept.test, kept.validation) if kept else ({}, {})
     tested = {**tested, **(run.end.test if run.end else {})}
@@ -206,7 +209,7 @@ def list_charts(run: Run) -> Iterator[LineChart]:
 
 
 def make_line(label: str, color: str, points: Iterable[tuple[float, float | None]], factor: int = 1) -> Series:
-    """Return a line through the points (x, y) with a defined y, times ``factor``. Without such points it is empty."""
+    """Return a line through the points (x, y) with a defined y, times ``factor``. The line may have no points."""
     defined = [(x, factor * y) for x, y in points if y is not None]
     return Series(label, [x for x, _ in defined], [y for _, y in defined], color)
 

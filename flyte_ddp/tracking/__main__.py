@@ -22,7 +22,7 @@ def tracking() -> None:
 @tracking.command()
 @click.argument("run", type=click.Path(exists=True, file_okay=False, resolve_path=True, path_type=Path))
 def send(run: Path) -> None:
-    """Send all metrics of a run and its table of predictions to wandb, as a new wandb run, and print its address.
+    """Send a run's metrics and table of predictions to wandb as a new wandb run, and print the address.
 
     RUN is the folder of the run, or a copy of the files that a pod has kept. The key, the server, the project and the
     entity are those of WANDB_API_KEY (or wandb login), WANDB_BASE_URL, WANDB_PROJECT and WANDB_ENTITY.

@@ -16,9 +16,10 @@ from surroundings import s3_environment
 from tars import shard_bytes
 
 from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.loading.loader_threads import LoaderThreads
 from flyte_ddp.core.loading.user_functions import Augmentation
 from flyte_ddp.core.loading.worker_sources import WorkerImages
-from flyte_ddp.core.loading.workers import LoaderPool, LoaderThreads, make_pool
+from flyte_ddp.core.loading.workers import LoaderPool, make_pool
 from flyte_ddp.core.order.sampling import ListedOrder
 from flyte_ddp.core.order.shard_order import ShardOrder, ShardSplits
 from flyte_ddp.datasets.encoded.image_folder import list_images

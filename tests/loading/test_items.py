@@ -23,7 +23,8 @@ from flyte_ddp.core.loading.workers import LoaderPool
 from flyte_ddp.core.machine import waiting
 from flyte_ddp.core.order.sampling import ListedOrder, take_slice
 from flyte_ddp.core.samples.leaves import name_leaves
-from flyte_ddp.datasets.items import ItemBatches, ItemLoader, Items, describe_items
+from flyte_ddp.datasets.item_splits import describe_items
+from flyte_ddp.datasets.items import ItemBatches, ItemLoader, Items
 from flyte_ddp.datasets.on_demand_set import OnDemandSet
 
 CPU = torch.device("cpu")

@@ -19,8 +19,9 @@ from PIL import Image
 from processes import children_of, wait_until
 
 from flyte_ddp.core.errors import MachineError, StoppedError, UserError
+from flyte_ddp.core.loading.loader_threads import LoaderThreads
 from flyte_ddp.core.loading.worker_sources import WorkerImages
-from flyte_ddp.core.loading.workers import LoaderPool, LoaderThreads
+from flyte_ddp.core.loading.workers import LoaderPool
 from flyte_ddp.core.machine.process import list_children, list_living_trees
 from flyte_ddp.core.order.sampling import ListedOrder
 from flyte_ddp.core.training import train as training

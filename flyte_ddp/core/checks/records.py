@@ -24,9 +24,9 @@ class MisfitError(ValueError):
 class JsonRecord:
     """Base class of dataclasses that stand for JSON objects.
 
-    A field's type is bool, int, float, str, None, Any, a JsonRecord, a list, tuple, Sequence or Mapping of such types,
-    or a union of them. ``Annotated`` adds the range of a whole number, or a set of texts. A field with a default may be
-    missing in the object. A Mapping with the metadata ``prefix`` holds the object's entries whose keys begin with the
+    A field's type is bool, int, float, str, None, Any or a JsonRecord, or a list, tuple, Sequence, Mapping or union of
+    types. ``Annotated`` adds the range of a whole number, or a set of texts. A field with a default may be missing in
+    the object. A Mapping with the metadata ``prefix`` holds the object's entries whose keys begin with the
     prefix. Other entries of the object are ignored. If a subclass has a ``kind``, the written object has this entry.
     """
 
@@ -47,7 +47,7 @@ class JsonRecord:
         return record
 
     def to_json_value(self) -> JsonObject:
-        """Return the record as a JSON object. Skips None and empty values that are the defaults of their fields."""
+        """Return the record as a JSON object. Skips None and empty values if they are the default of the field."""
         values: JsonObject = {"kind": self.kind} if self.kind else {}
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = write_value(getattr(self, field.name))

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.loading.batch_memory import Layout, open_memory
-from flyte_ddp.core.loading.split import TargetSpec
+from flyte_ddp.core.loading.split import SampleFacts, TargetSpec
 from flyte_ddp.core.loading.user_functions import NO_AUGMENTATION, Sample
 from flyte_ddp.core.machine.waiting import limit_wait
 
@@ -21,7 +21,7 @@ class Loaded(NamedTuple):
     report: Any = None  # what SampleLoader.take_report() returned
 
 
-class SampleLoader:
+class SampleLoader(SampleFacts):
     """Base class of loaders of single samples.
 
     A loader works in a single process, and can be pickled before its first use.
@@ -53,16 +53,6 @@ class SampleLoader:
         """
         loaded = load_into(open_memory(path, layout.size), layout, first, self.make_loads(samples, epoch))
         return loaded._replace(report=self.take_report())
-
-    def bad_samples(self) -> frozenset[str]:
-        return frozenset()
-
-    def replaced_samples(self) -> frozenset[int]:
-        return frozenset()
-
-    def read_label(self, sample: int) -> int | None:  # noqa: ARG002
-        """Return the class number of a sample, or None if the class number is unknown. Reads the sample."""
-        return None
 
     def take_report(self) -> Any:
         """Return this process's findings since the last call, such as damaged samples, or None."""

@@ -38,7 +38,23 @@ class TargetSpec(NamedTuple):
     varies: bool = False  # whether the first dimension has another length in each sample
 
 
-class BatchSource:
+class SampleFacts:
+    """What is known of single samples. By default every sample can be decoded, and no class number is known."""
+
+    def bad_samples(self) -> frozenset[str]:
+        """Return the names of samples that could not be decoded."""
+        return frozenset()
+
+    def replaced_samples(self) -> frozenset[int]:
+        """Return the numbers of samples in whose place other samples were loaded."""
+        return frozenset()
+
+    def read_label(self, sample: int) -> int | None:  # noqa: ARG002
+        """Return the class number of a sample, or None if the class number is unknown. Reads the sample."""
+        return None
+
+
+class BatchSource(SampleFacts):
     """Base class of sources that load batches. Optional hooks default to no-ops."""
 
     batches_ahead = 0  # how many batches to prefetch
@@ -54,18 +70,6 @@ class BatchSource:
 
     def begin(self, samples: Indices, epoch: int | None) -> None:
         """Start loading samples for a later :meth:`load_batch` of the same samples and epoch."""
-
-    def bad_samples(self) -> frozenset[str]:
-        """Return the names of samples that could not be decoded."""
-        return frozenset()
-
-    def replaced_samples(self) -> frozenset[int]:
-        """Return the numbers of samples in whose place other samples were loaded."""
-        return frozenset()
-
-    def read_label(self, sample: int) -> int | None:  # noqa: ARG002
-        """Return the class number of a sample, or None if the class number is unknown. Reads the sample."""
-        return None
 
     def close(self) -> None:
         """Stop started loads and close files."""

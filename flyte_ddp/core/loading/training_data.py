@@ -1,4 +1,4 @@
-"""The interface through which a training gets its data, whatever kind of data set they come from."""
+"""The interface through which a training gets data of any kind."""
 
 from __future__ import annotations
 

@@ -234,11 +234,11 @@ class Augmentation:
         return cls("none" if function else setting, seed, function)
 
     def augment_sample(self, loaded: Sample, sample: int, epoch: int | None, where: str) -> Sample:
-        """Return a sample augmented by the user-defined function, which gets copies of image and target.
+        """Call the user-defined function with copies of a sample's image and target, and return the result.
 
-        Without a function, or if ``epoch`` is None, returns the sample unchanged. First seeds the global generators of
-        Python, NumPy and torch, and the function's transforms, and does not restore them. ``sample`` is the number of
-        the sample, and ``where`` names the sample in errors.
+        Without a function, or if ``epoch`` is None, returns the sample unchanged. Seeds the global generators of
+        Python, NumPy and torch, and the function's transforms, and does not restore the generators. ``sample`` is the
+        number of the sample, and ``where`` names the sample in errors.
 
         Raises:
             UserError: The function returns no image and target.

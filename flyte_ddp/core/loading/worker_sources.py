@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.loading.batch_memory import Layout
+from flyte_ddp.core.loading.loader_threads import ImagePool
 from flyte_ddp.core.loading.sample_loader import SampleLoader, common_shape, load_into
 from flyte_ddp.core.loading.split import Batch, BatchSource, CheckTargets
-from flyte_ddp.core.loading.workers import ImagePool
 from flyte_ddp.core.machine.device_copy import copy_to_device
 from flyte_ddp.core.order.random_state import keep_random_state
 from flyte_ddp.core.order.sampling import Indices

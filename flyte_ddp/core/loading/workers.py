@@ -1,4 +1,4 @@
-"""Load batches ahead of training: in processes that run user code, or in threads of the rank.
+"""Load batches ahead of training in processes, which run user code.
 
 A batch does not depend on the number of processes, nor on the process that loads a sample. The rank numbers the tasks,
 and each sample has its own position and seed. Processes exist on Linux only. On other systems the rank runs user code.
@@ -13,11 +13,8 @@ import pickle
 import select
 import signal
 import sys
-import threading
-import traceback
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -25,21 +22,18 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
-import threadpoolctl
-import torch
 from numpy.typing import NDArray
 
 from flyte_ddp.core.errors import MachineError, UserError
 from flyte_ddp.core.loading.batch_memory import BatchMemory, Layout, read_tree
 from flyte_ddp.core.loading.loader_process import END, NAME, STARTED, Call, run_loader_server
-from flyte_ddp.core.loading.sample_loader import Loaded, SampleLoader, load_into
+from flyte_ddp.core.loading.sample_loader import Loaded, SampleLoader
 from flyte_ddp.core.lookahead import start_ahead
 from flyte_ddp.core.machine import waiting
 from flyte_ddp.core.machine.process import read_stack, spawn_context
 from flyte_ddp.core.order.random_state import keep_random_state
 from flyte_ddp.core.order.sampling import Indices
 
-THREADS = "decoder"  # how the threads' names begin
 POSSIBLE = sys.platform == "linux"
 START_SECONDS = 300.0  # for processes to start, and import torch, on a busy machine
 GRACE_SECONDS = 5.0  # added to a process's own limit for a sample, before the rank gives up
@@ -49,7 +43,6 @@ END_SECONDS = 5.0  # that a killed process may take to end
 # Most samples in a task of images. A task, or its answer with the samples' names, must fit into the buffers of a pipe:
 # else both sides might wait for each other for ever. The answer to a whole batch (submit_call) has no names.
 MOST_SAMPLES = 256
-SAMPLES_A_TASK = 8  # most samples in a thread's task; enough to make a task's own cost small
 
 
 @dataclass(eq=False)
@@ -279,59 +272,6 @@ class LoaderPool:
     def close(self) -> None:
         """Kill the processes, and wait up to 10 s for the end of the process that forked them."""
         self.end()
-
-
-class LoaderThreads:
-    """Threads of the rank that load images, with the methods of a LoaderPool for images.
-
-    The threads share the loaders with the rank.
-    """
-
-    def __init__(self, threads: int) -> None:
-        self.number = threads
-        self.pool = ThreadPoolExecutor(threads, thread_name_prefix=THREADS, initializer=limit_threads)
-
-    def start_images(
-        self, loader: SampleLoader, samples: Indices, epoch: int | None, layout: Layout
-    ) -> tuple[NDArray[np.uint8], list[Future[Loaded]]]:
-        """Start loading a batch of images. Return the batch's memory, and the tasks for :meth:`wait_for_images`."""
-        memory = np.empty(layout.size, np.uint8)
-        loads = loader.make_loads(samples.tolist(), epoch)
-        size = max(1, min(SAMPLES_A_TASK, len(samples) // (2 * self.number)))
-        starts = range(0, len(samples), size)
-        tasks = [self.pool.submit(load_into, memory, layout, start, loads[start : start + size]) for start in starts]
-        return memory, tasks
-
-    def wait_for_images(self, tasks: Sequence[Future[Loaded]]) -> list[Loaded]:
-        """Wait for all tasks, and return their results in order.
-
-        Raises:
-            Exception: A task failed, with this error.
-            MachineError: The tasks did not end within ``waiting.limit_seconds``.
-        """
-        # Wait once for all tasks, because each wake-up takes time from the threads.
-        done, _ = wait(tasks, waiting.limit_seconds, return_when=FIRST_EXCEPTION)
-        if len(done) < len(tasks) and not any(task.exception() for task in done):
-            frames = [frame for thread, frame in sys._current_frames().items() if thread in self.list_threads()]
-            stacks = ["".join(traceback.format_stack(frame)) for frame in frames]
-            raise waiting.late_error("a batch from decoding threads", "\n".join(stacks))
-        return [task.result() for task in tasks]
-
-    def list_threads(self) -> set[int | None]:
-        return {thread.ident for thread in threading.enumerate() if thread.name.startswith(THREADS)}
-
-    def close(self) -> None:
-        """Stop the threads, without waiting for threads that are downloading."""
-        self.pool.shutdown(wait=False, cancel_futures=True)
-
-
-def limit_threads() -> None:
-    """Limit torch and OpenMP to one thread for work of the calling thread, until the thread ends."""
-    torch.get_num_threads()  # torch's first call in a thread sets its number of threads, so the limit comes after it
-    threadpoolctl.threadpool_limits(1, user_api="openmp")
-
-
-ImagePool = LoaderPool | LoaderThreads
 
 
 @contextmanager

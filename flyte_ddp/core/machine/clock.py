@@ -18,8 +18,8 @@ STEPS = "steps"  # clock key: seconds of all steps, on a GPU
 class Clock:
     """Adds up seconds by name. ``with clock("data"): ...`` costs about a microsecond.
 
-    On a GPU, a block's seconds are those between two events in the GPU's queue. They include the time in which the GPU
-    waits for the host. The first step of a process compiles and chooses kernels, so its blocks do not count on a GPU.
+    On a GPU, a block's seconds are the time between two events in the GPU's queue, and include the GPU's waits for the
+    host. The first step of a process compiles and chooses kernels, so its blocks do not count on a GPU.
     The clock never waits for an event.
 
     Args:

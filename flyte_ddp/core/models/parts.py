@@ -1,4 +1,4 @@
-"""Parts of a model by the names of their modules or tensors, and freezing them. Needs no torch."""
+"""Find and freeze parts of a model by the names of modules or tensors. Needs no torch."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def is_finished(folder: Path) -> bool:
 def finish_error(error: BaseException, output_folder: Path | None) -> None:
     """Complete the error that ends a run with how to resume and where the details are.
 
-    A KeyboardInterrupt gets a StoppedError as its argument, which is the text. A RankError gets the step of the newest
+    A KeyboardInterrupt gets a StoppedError as argument, whose text is shown. A RankError gets the step of the newest
     checkpoint, and a file with the details in ``output_folder``. If the file cannot be written, prints the details to
     stderr. If the run's files are temporary (None), the error says that a new run restarts from scratch.
     """

@@ -21,7 +21,7 @@ from flyte_ddp.core.user_code import source
 
 
 def seed_generators(seed: int, *, deterministic: bool) -> None:
-    """Seed torch, Python and NumPy, from all of which a model may draw when it is made.
+    """Seed the global generators of torch, Python and NumPy, which draw a new model's weights.
 
     With ``deterministic``, torch rejects operations that are not repeatable, and an environment variable is set.
     """

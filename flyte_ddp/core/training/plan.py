@@ -132,7 +132,7 @@ class ObjectiveSource:
     needs_class_counts: bool  # whether weights depend on the numbers of training samples of the classes
 
     def make(self, facts: Facts) -> Objective:
-        """Return the objective for data with the properties ``facts``, to which its settings are added.
+        """Return the objective for data with the properties ``facts``, and with the user's settings.
 
         Raises:
             UserError: The objective does not fit the data or its settings.

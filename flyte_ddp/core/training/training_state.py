@@ -152,11 +152,10 @@ class TrainingState:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def set_optimizer_mode(self, *, training: bool) -> None:
-        """Call ``train()`` or ``eval()`` of the optimisers that have these methods.
+        """Call ``train()`` or ``eval()`` of the optimisers that have these methods, unless the mode is set already.
 
-        Schedule-free optimisers then change the weights.
-        Each change of mode rounds, so the methods are called only if the mode changes. For the same reason, training
-        mode is set by the next step, not at the end of an evaluation.
+        Schedule-free optimisers change the weights in these methods. Each change rounds the weights. Therefore the next
+        step sets training mode, not the end of an evaluation.
         """
         if training != self.optimizers_train:
             with self.exclude_snapshots():

@@ -1,1 +1,1 @@
-"""Data sets of encoded images, which are read and decoded when a batch needs them."""
+"""Data sets of encoded images. Images are read and decoded when a batch is loaded."""

@@ -20,7 +20,7 @@ def find_encoded_class(dataset: str) -> type[EncodedSet] | None:
 
 @dataclass(frozen=True)
 class EncodedSource:
-    """The addresses of a data set of encoded images, which stay where they are."""
+    """The addresses of a data set of encoded images. Images are not copied."""
 
     kind: type[EncodedSet]
     dataset: str  # hyperparameters

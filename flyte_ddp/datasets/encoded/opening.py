@@ -8,10 +8,11 @@ import torch
 
 from flyte_ddp.catalog import ENCODED_SIDE, choose_side, find_weights
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.loading.loader_threads import ImagePool, LoaderThreads
 from flyte_ddp.core.loading.split import Split, Splits
 from flyte_ddp.core.loading.user_functions import Augmentation, UserFunction
 from flyte_ddp.core.loading.worker_sources import WorkerImages
-from flyte_ddp.core.loading.workers import POSSIBLE, ImagePool, LoaderThreads, make_pool
+from flyte_ddp.core.loading.workers import POSSIBLE, make_pool
 from flyte_ddp.core.machine.resources import count_cores
 from flyte_ddp.core.models.inputs import InputSpec, ModelInput
 from flyte_ddp.core.models.sidecar import EVALUATION_SHARE

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from flyte_ddp import storage
+from flyte_ddp.core.loading.loader_threads import limit_threads
 from flyte_ddp.core.loading.split import FileFetcher
-from flyte_ddp.core.loading.workers import limit_threads
 from flyte_ddp.core.lookahead import map_in_threads
 from flyte_ddp.core.order.sampling import Indices
 from flyte_ddp.datasets.encoded.image_folder import ImageList

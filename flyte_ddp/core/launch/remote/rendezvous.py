@@ -150,7 +150,7 @@ class Rendezvous:
     def end_agents(self, group: Sequence[RemoteHandle], error: BaseException | None = None) -> None:
         """Show the agents that the run is over, with this error, and that no retry follows.
 
-        If the launcher must stop, other hosts of Elastic wait for a new launcher. Their agents then only lose this one.
+        If the launcher must stop, nothing is sent to agents of Elastic, because their hosts wait for a new launcher.
         """
         if not (self.replacement is Replacement.ALL and isinstance(error, StoppedError)):
             for handle in group:
