@@ -7,6 +7,7 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 from weakref import WeakSet
@@ -91,6 +92,29 @@ def suggest_fix(error: OSError, folder: str = "its folder") -> str:
     if error.errno in DISK_FULL:
         return "free some space"
     return "repair its disk or file server" if error.errno in FAILING else f"make {folder} writable"
+
+
+@dataclass(frozen=True)
+class FilePiece:
+    """A piece of a file, or the whole file."""
+
+    name: str  # path of the file below the receiver's folder
+    content: bytes
+    offset: int = 0  # place of the piece in bytes
+    is_last: bool = True
+
+    def write(self, path: Path, partial: Path) -> None:
+        """Write the piece into the file ``partial``, which the last piece renames to ``path``.
+
+        Bytes of the file after the piece are cut off. Creates missing folders.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("r+b" if self.offset else "wb") as file:
+            file.seek(self.offset)
+            file.truncate()
+            file.write(self.content)
+        if self.is_last:
+            partial.replace(path)
 
 
 class HashingFile:

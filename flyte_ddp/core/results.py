@@ -10,18 +10,33 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from flyte_ddp.core.checks.parsing import JsonObject
 from flyte_ddp.core.errors import UserError, print_to_stderr
-from flyte_ddp.core.files import hold_lock, replace_file
+from flyte_ddp.core.files import FilePiece, hold_lock, replace_file
 from flyte_ddp.core.text.json_lines import JsonLines, replace_non_finite
 
 FOLDER = "results"  # in the run folder
 EVENTS = "events.jsonl"  # in FOLDER
 PIECE_BYTES = 1 << 22  # of a result sent to the launcher, so that other messages wait for one piece at most
-Deliver = Callable[..., None]  # called with kind ("result" or "event") and keyword arguments
 
+
+@dataclass(frozen=True)
+class ResultPiece(FilePiece):
+    """A file that user code submits, or a piece of the file."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """A line of ``results/events.jsonl``."""
+
+    record: JsonObject
+
+
+Deliver = Callable[[ResultPiece | Event], None]
 _delivery: tuple[int, int, Deliver] | None = None  # process id, rank, and the function that receives results
 
 
@@ -42,7 +57,7 @@ def submit(name: str, content: bytes) -> None:
     if not isinstance(content, (bytes, bytearray, memoryview)):
         raise UserError(f"result {name!r}: content is of type {type(content).__name__}; must be bytes; encode it")
     if _delivery is not None and _delivery[0] == os.getpid():
-        _delivery[2]("result", name=name, content=bytes(content))
+        _delivery[2](ResultPiece(name, bytes(content)))
 
 
 def event(**values: Any) -> None:
@@ -63,7 +78,7 @@ def event(**values: Any) -> None:
     except (TypeError, ValueError) as error:
         raise UserError(f"event {sorted(values)}: {error}; give numbers, text, or lists and dicts of them") from None
     if _delivery is not None and _delivery[0] == os.getpid():
-        _delivery[2]("event", record={"rank": _delivery[1], "time": time.time(), **record})
+        _delivery[2](Event({"rank": _delivery[1], "time": time.time(), **record}))
 
 
 def require_result_name(name: str) -> None:
@@ -95,20 +110,20 @@ def deliver_results(deliver: Deliver, rank: int) -> Iterator[None]:
 def split_into_pieces(send: Deliver) -> Deliver:
     """Return a function that passes events to ``send`` unchanged, and results in pieces of up to 4 MiB.
 
-    The pieces are arguments of :meth:`ResultWriter.write_file`. The returned function may be called in any thread.
+    The returned function may be called in any thread.
     """
     sending = threading.Lock()  # pieces of two results must not mix
 
-    def send_in_pieces(kind: str, **values: Any) -> None:
+    def send_in_pieces(submitted: ResultPiece | Event) -> None:
         """Call ``send`` once with an event, or for each piece of a result."""
-        if kind != "result":
-            send(kind, **values)
+        if isinstance(submitted, Event):
+            send(submitted)
             return
-        content = values.pop("content")
+        content = submitted.content
         with sending:
             for offset in range(0, len(content) or 1, PIECE_BYTES):
-                piece, is_last = content[offset : offset + PIECE_BYTES], offset + PIECE_BYTES >= len(content)
-                send(kind, **values, content=piece, offset=offset, is_last=is_last)
+                end = offset + PIECE_BYTES
+                send(ResultPiece(submitted.name, content[offset:end], offset, is_last=end >= len(content)))
 
     return send_in_pieces
 
@@ -123,50 +138,44 @@ class ResultWriter:
         self.folder = folder / FOLDER
         self.failed = False
 
-    def write(self, kind: str, **values: Any) -> None:
-        """Write a file (kind "result") or append an event (kind "event"), in any thread.
+    def write(self, submitted: ResultPiece | Event) -> None:
+        """Write a file or its next piece, or append an event, in any thread.
 
-        The values of a file are the arguments of :meth:`write_file`. The value of an event is its ``record``. Waits
-        without a limit for the lock of the events. If writing fails, prints the first failure, and raises nothing.
+        Waits without a limit for the lock of the events. If writing fails, prints the first failure, and raises
+        nothing.
         """
         try:
-            if kind == "result":
-                self.write_file(**values)
+            if isinstance(submitted, ResultPiece):
+                self.write_file(submitted)
             else:
                 # The lock is needed because ranks and launcher append to this file from several hosts.
                 with hold_lock(self.folder, EVENTS), JsonLines(self.folder / EVENTS) as events:
-                    events.write(values["record"])
+                    events.write(submitted.record)
         except (UserError, OSError) as error:
             if not self.failed:
                 print_to_stderr(f"{error}; the run continues without it")
             self.failed = True
 
-    def write_file(self, name: str, content: bytes, offset: int = 0, is_last: bool = True) -> None:
+    def write_file(self, piece: ResultPiece) -> None:
         """Write a whole file, or the next piece of a file, into ``results/``.
 
-        ``offset`` is the piece's place in bytes. Until the last piece, the file has a temporary name. If a piece cannot
-        be written, the whole file is dropped.
+        Until the last piece, the file has a temporary name. If a piece cannot be written, the whole file is dropped.
 
         Raises:
             UserError: The name is not allowed, leads out of ``results/``, or a whole file cannot be written.
             OSError: A piece cannot be written.
         """
-        require_result_name(name)
-        path = self.folder / name
+        require_result_name(piece.name)
+        path = self.folder / piece.name
         if not path.resolve().is_relative_to(self.folder.resolve()):
-            raise UserError(f"result {name!r}: leads out of {self.folder} through a link; remove the link")
-        if offset == 0 and is_last:
+            raise UserError(f"result {piece.name!r}: leads out of {self.folder} through a link; remove the link")
+        if piece.offset == 0 and piece.is_last:
             with replace_file(path, durable=False) as file:
-                file.write(content)
+                file.write(piece.content)
             return
         partial = path.with_name(f".{path.name}.{id(self)}.tmp")  # the next run deletes *.tmp
         try:
-            partial.parent.mkdir(parents=True, exist_ok=True)
-            with partial.open("r+b" if offset else "wb") as file:
-                file.seek(offset)
-                file.write(content)
-            if is_last:
-                partial.replace(path)
+            piece.write(path, partial)
         except OSError:
             partial.unlink(missing_ok=True)  # a file without this piece must not appear
             raise

@@ -11,19 +11,21 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from kept_checkpoints import IDENTITY
 from processes import wait_until
 
 from flyte_ddp.core.errors import OutOfMemoryError, StoppedError, UserError
+from flyte_ddp.core.files import FilePiece
 from flyte_ddp.core.launch.remote import proxy, rendezvous
 from flyte_ddp.core.launch.remote.connection import WorkerConnection
 from flyte_ddp.core.launch.remote.rendezvous import RemoteHandle
 from flyte_ddp.core.launch.supervise import supervisor
-from flyte_ddp.core.launch.supervise.failure_report import make_failure_report
+from flyte_ddp.core.launch.supervise.failure_report import FailureReport, make_failure_report
 from flyte_ddp.core.launch.supervise.failures import find_root_cause
+from flyte_ddp.core.launch.supervise.messages import Assignment, Exited, Notice, RunOver, Save, Saved
 from flyte_ddp.core.launch.supervise.rank_handle import ProcessHandle
 from flyte_ddp.core.launch.supervise.stopping import StopRequest
 from flyte_ddp.core.machine.resources import Request, World
@@ -31,6 +33,7 @@ from flyte_ddp.core.runs.checkpoint import Checkpoint
 from flyte_ddp.core.runs.work import Work
 from flyte_ddp.core.settings import Settings
 
+Kind = TypeVar("Kind")
 LIMIT = 30.0  # seconds; nothing here takes them
 
 
@@ -50,8 +53,8 @@ def test_what_came_before_supervision_does_not_wait_for_another_message(tmp_path
     (tmp_path / "weights.pt").touch()
     handle, agent = remote_handle(tmp_path)
     report = make_failure_report(UserError("make room"))
-    agent.send({"kind": "stop"} if said == "stop" else {"kind": "error", "report": report})
-    agent.send({"kind": "stored"} if said == "stop" else {"kind": "exit", "code": 1})
+    agent.send(Notice.STOP if said == "stop" else report)
+    agent.send(Notice.FILE_STORED if said == "stop" else Exited(1))
     with ThreadPoolExecutor(1) as pool:
         work = replace(
             work_in(tmp_path, files={"weights": tmp_path / "weights.pt"}), settings=Settings(save_seconds=0.0)
@@ -73,9 +76,9 @@ def test_work_is_sent_when_the_rank_listens(tmp_path: Path) -> None:
     assert supervisor.request_checkpoint([handle], StopRequest(), LIMIT) == 7, "without asking, as it has no work yet"
     with ThreadPoolExecutor(1) as pool:
         received = pool.submit(rank.recv)
-        rank.send({"kind": "ready"})
+        rank.send(Notice.READY)
         supervisor.wait_and_handle_messages([handle], StopRequest(), LIMIT)
-        assert pickle.loads(received.result(LIMIT)["work"]) == work
+        assert pickle.loads(received.result(LIMIT).work) == work
 
 
 def refuse() -> ProcessHandle:
@@ -101,12 +104,12 @@ class Agent:
             talk.result(LIMIT)
 
     def send_work(self, work: Work) -> None:
-        self.launcher.send({"kind": "work", "work": pickle.dumps(work), "network": ""})
+        self.launcher.send(Assignment(pickle.dumps(work), 0, ""))
 
-    def receive(self, kind: str) -> dict[str, Any]:
+    def receive(self, kind: type[Kind]) -> Kind:
         while self.launcher.poll(LIMIT):
-            if (message := self.launcher.recv())["kind"] == kind:
-                return dict(message)
+            if isinstance(message := self.launcher.recv(), kind):
+                return message
         raise TimeoutError(kind)
 
 
@@ -117,12 +120,12 @@ def test_a_signal_to_an_agent_is_passed_on_while_its_rank_starts(tmp_path: Path)
 
     def talk() -> None:
         agent.send_work(work_in(tmp_path, checkpoint=checkpoint))
-        agent.launcher.send({"kind": "save", "seconds": LIMIT})
-        assert agent.receive("saved")["step"] == 7, "at once, though the rank is not there yet"
+        agent.launcher.send(Save(LIMIT))
+        assert agent.receive(Saved).step == 7, "at once, though the rank is not there yet"
         wait_until(lambda: signal.getsignal(signal.SIGTERM) is not before)
         os.kill(os.getpid(), signal.SIGTERM)
-        agent.receive("stop")
-        agent.launcher.send({"kind": "over", "error": None})
+        assert agent.receive(Notice) is Notice.STOP
+        agent.launcher.send(RunOver(None))
         agent.handle.process.exitcode = 0
         agent.rank.close()
 
@@ -135,14 +138,14 @@ def test_an_agents_own_failure_is_reported_as_such(tmp_path: Path) -> None:
     """Not as a host that is lost, which would be tried again."""
     agent = Agent()
     (tmp_path / "checkpoints").write_text("in the way")
-    agent.launcher.send({"kind": "file", "name": "checkpoints/a.ckpt", "offset": 0, "data": b"", "last": True})
+    agent.launcher.send(FilePiece("checkpoints/a.ckpt", b""))
 
     def talk() -> None:
         handle, _ = remote_handle(tmp_path)
-        handle.handle_message(agent.receive("error"))
-        handle.handle_message(agent.receive("exit"))
+        handle.handle_message(agent.receive(FailureReport))
+        handle.handle_message(agent.receive(Exited))
         assert isinstance(find_root_cause([handle]), UserError)
-        agent.launcher.send({"kind": "over", "error": None})
+        agent.launcher.send(RunOver(None))
 
     with agent.talking(talk):
         assert proxy.proxy_rank(agent.handle, agent.pipe, tmp_path, refuse) is None, "the agent itself has not failed"
@@ -153,7 +156,7 @@ def test_an_exit_code_that_comes_instead_of_a_stack_is_not_lost(tmp_path, monkey
     for name in ("STACK_SECONDS", "END_SECONDS"):
         monkeypatch.setattr(rendezvous, name, None)  # for ever
     handle, agent = remote_handle(tmp_path)
-    agent.send({"kind": "exit", "code": -9, "out_of_memory": True})
+    agent.send(Exited(-9, out_of_memory=True))
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(handle.read_stack).result(LIMIT) == ""
         with pytest.raises(OutOfMemoryError):

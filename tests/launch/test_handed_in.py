@@ -11,11 +11,14 @@ from trials import Trial
 
 from flyte_ddp.core import results
 from flyte_ddp.core.errors import StoppedError
+from flyte_ddp.core.files import FilePiece
 from flyte_ddp.core.launch.remote import file_sync, proxy
 from flyte_ddp.core.launch.remote.file_sync import FileSender, write_piece
 from flyte_ddp.core.launch.remote.rendezvous import RemoteHandle
 from flyte_ddp.core.launch.supervise.link import PipeEnd
+from flyte_ddp.core.launch.supervise.messages import Exited, Notice, Saved
 from flyte_ddp.core.launch.supervise.rank_handle import RankHandle
+from flyte_ddp.core.results import Event, ResultPiece
 from flyte_ddp.core.text.json_lines import read_records
 
 
@@ -27,11 +30,11 @@ def test_results_and_events_of_ranks_elsewhere(tmp_path, monkeypatch, capfd) -> 
     deliver = results.split_into_pieces(rank.send)
     (launcher / f"results/.full.{id(handle.results)}.tmp").mkdir(parents=True)  # in the way of its first piece
     for number in (1, 2):
-        deliver("result", name="maps/large.bin", content=bytes([number]) * 1000)
-        deliver("event", record={"step": number})
+        deliver(ResultPiece("maps/large.bin", bytes([number]) * 1000))
+        deliver(Event({"step": number}))
     for name in ("empty", "full", "../elsewhere"):
-        deliver("result", name=name, content=bytes(500) if name == "full" else b"")
-    rank.send("completed")
+        deliver(ResultPiece(name, bytes(500) if name == "full" else b""))
+    rank.send(Notice.COMPLETED)
     for message in handle.read_messages():
         handle.handle_message(message)
     assert handle.completed
@@ -64,28 +67,28 @@ def test_what_rank_0_writes_comes_before_the_message_about_it(tmp_path: Path, mo
                 (host / name).write_bytes(data)
 
     monkeypatch.setattr(proxy, "FileSender", Sender)
-    rank.send({"kind": "saved", "step": 3})
-    rank.send({"kind": "completed"})
+    rank.send(Saved(3))
+    rank.send(Notice.COMPLETED)
     handle.exitcode = 0
     assert not proxy.relay_messages(handle, pipe, pipe.send, host)
-    kinds = []
-    while not kinds or kinds[-1] != "exit":
+    kinds: list[type] = []
+    while Exited not in kinds:
         message = launcher.recv()
-        kinds.append(message["kind"])
-        if message["kind"] == "file":
+        kinds.append(type(message))
+        if isinstance(message, FilePiece):
             write_piece(copy, message)
-    assert kinds == [*["file"] * 5, "saved", "file", "completed", "exit"]
+    assert kinds == [*[FilePiece] * 5, Saved, FilePiece, Notice, Exited]
     assert {name: (copy / name).read_bytes() for name in content} == content
 
 
 def test_files_that_are_being_written_are_not_sent(tmp_path: Path) -> None:
-    sent: list[dict[str, Any]] = []
+    sent: list[Any] = []
     sender = FileSender(tmp_path, sent.append)
     for name in ("checkpoints/.a.ckpt.1.tmp", ".returned.pickle.1.tmp", "own/.settings", "own/model"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     sender.send_changes(all_files=True)
-    assert sorted(piece["name"] for piece in sent) == ["own/.settings", "own/model"]
+    assert sorted(piece.name for piece in sent) == ["own/.settings", "own/model"]
 
 
 def test_a_checkpoint_does_not_wait_for_results() -> None:
@@ -94,11 +97,11 @@ def test_a_checkpoint_does_not_wait_for_results() -> None:
     rank = PipeEnd(theirs)
     with ThreadPoolExecutor(2) as pool:
         deliver, content = results.split_into_pieces(rank.send), bytes(16 * results.PIECE_BYTES)
-        pool.submit(deliver, "result", name="large", content=content)
+        pool.submit(deliver, ResultPiece("large", content))
         launcher.recv()  # the next piece is on its way
-        pool.submit(rank.send, "saved", step=3)
-        kinds = [launcher.recv()["kind"] for _ in range(16)]
-    assert "saved" in kinds[:-1]
+        pool.submit(rank.send, Saved(3))
+        kinds = [type(launcher.recv()) for _ in range(16)]
+    assert Saved in kinds[:-1]
 
 
 @pytest.mark.slow

@@ -268,9 +268,7 @@ def test_which_rank_failed_first_is_not_told_by_its_hosts_clock(tmp_path: Path, 
     for rank, time_of_host in enumerate((2.0, 1.0)):
         pipe, agent = Pipe()
         group.append(RemoteHandle(worker(rank, pipe, host), host, tmp_path, tmp_path))
-        agent.send(
-            {"kind": "error", "report": replace(make_failure_report(ValueError("of a rank")), time=time_of_host)}
-        )
+        agent.send(replace(make_failure_report(ValueError("of a rank")), time=time_of_host))
     wait_and_handle_messages(group, StopRequest())
     assert str(find_first_failure(group, 600.0)).startswith(f"rank {first}: ValueError: of a rank")
 

@@ -37,7 +37,7 @@ def test_files_and_events_are_kept(kept: Path, monkeypatch: pytest.MonkeyPatch) 
     assert record == {"rank": 3, "loss": 0.5}
     with (kept / "events.jsonl").open("a") as file:
         file.write('{"rank": 0, "lo')
-    results.ResultWriter(kept.parent).write("event", record={"rank": 1, "loss": float("nan")})
+    results.ResultWriter(kept.parent).write(results.Event({"rank": 1, "loss": float("nan")}))
     *_, half, last = (kept / "events.jsonl").read_text().splitlines()
     assert half == '{"rank": 0, "lo'
     assert json.loads(last)["loss"] is None
@@ -51,16 +51,17 @@ def test_files_and_events_are_kept(kept: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("name", [*("", "/etc/passwd", "a/../../b", "a/.b", "a\\b", "events.jsonl", "./events.jsonl")])
 def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, name: str) -> None:
     """In the rank, and where it is kept: the two need not be the same host."""
-    for hand_in in (results.submit, results.ResultWriter(tmp_path).write_file):
+    write = results.ResultWriter(tmp_path).write_file
+    for hand_in in (results.submit, lambda *piece: write(results.ResultPiece(*piece))):
         with pytest.raises(UserError, match="must be a path below results/ such as"):
-            hand_in(name=name, content=b"")
+            hand_in(name, b"")
     assert [*tmp_path.iterdir()] == []
 
 
 def test_what_is_no_file_and_no_event(kept: Path, tmp_path: Path) -> None:
     (kept / "out").symlink_to(tmp_path)
     with pytest.raises(UserError, match=r"leads out of .*; remove the link"):
-        results.ResultWriter(kept.parent).write_file(name="out/a", content=b"")
+        results.ResultWriter(kept.parent).write_file(results.ResultPiece("out/a", b""))
     assert not (tmp_path / "a").exists()
     with pytest.raises(UserError, match=r"event \['value'\]: .* not JSON serializable; give numbers, text"):
         results.event(value=object())
@@ -125,7 +126,7 @@ def test_a_run_that_resumes_in_another_pod_keeps_its_events(
     other = tmp_path / "other/run"
     other.mkdir(parents=True)
     with mirror_results(other, str(tmp_path / "copies"), other.name, resuming=True):
-        results.ResultWriter(other).write("event", record={"rank": 0, "time": 1.0})
+        results.ResultWriter(other).write(results.Event({"rank": 0, "time": 1.0}))
     for folder in (other / "results", tmp_path / "copies/run"):
         assert (folder / "events.jsonl").read_text() == before + '{"time": 1.0, "rank": 0}\n'
     said = f"results: {tmp_path}/copies/run/events.jsonl of earlier attempts cannot be read (HTTP"

@@ -16,8 +16,11 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from flyte_ddp.core.checks.parsing import JsonObject
+from flyte_ddp.core.files import FilePiece
 from flyte_ddp.core.launch.remote.file_sync import write_piece
-from flyte_ddp.core.launch.supervise.link import Message, RankInfo
+from flyte_ddp.core.launch.supervise.link import RankInfo
+from flyte_ddp.core.launch.supervise.messages import Assignment, Notice, RunOver
 from flyte_ddp.core.launch.supervise.network import is_loopback
 from flyte_ddp.core.runs.work import Work
 from flyte_ddp.core.user_code.digest import package_digest
@@ -112,14 +115,16 @@ def receive_work(pipe: Connection, folder: Path) -> tuple[Work, str]:
         RunOverError: The run is over.
         EOFError, OSError: The launcher is lost.
     """
-    while (message := pipe.recv())["kind"] != "work":
-        if message["kind"] == "over":
-            raise RunOverError(message["error"])
-        if message["kind"] == "file":
-            write_piece(folder, message)
-            if message["last"]:
-                pipe.send({"kind": "stored"})  # from now on other agents of this host may read the file
-    return pickle.loads(message["work"]), message["network"]
+    while True:
+        match pipe.recv():
+            case Assignment() as assignment:
+                return pickle.loads(assignment.work), assignment.network
+            case RunOver(error):
+                raise RunOverError(error)
+            case FilePiece() as piece:
+                write_piece(folder, piece)
+                if piece.is_last:
+                    pipe.send(Notice.FILE_STORED)  # from now on other agents of this host may read the file
 
 
 @dataclass(frozen=True)
@@ -157,10 +162,10 @@ def accept_agents(server: socket.socket, key: bytes) -> Iterator[queue.SimpleQue
             at_end.enter_context(suppress(OSError, EOFError, AuthenticationError))
             at_end.enter_context(connected)
             pipe = at_end.enter_context(authenticated_pipe(connected, key, LAUNCHER))
-            hello: Message = pipe.recv()  # unpickled only after the peer's proof
+            hello: JsonObject = pipe.recv()  # unpickled only after the peer's proof
             unproved.pop(connected, None)
             # Another build's hello may have more values, or fewer: gather_agents compares ``code``.
-            facts: Message = {name: hello.get(name) for name in ("rank", "host", "folder", "code")}
+            facts: JsonObject = {name: hello.get(name) for name in ("rank", "host", "folder", "code")}
             peer_address, launcher_address = connected.getpeername()[0], connected.getsockname()[0]
             arrived.put(
                 WorkerConnection(**facts, pipe=pipe, peer_address=peer_address, launcher_address=launcher_address)

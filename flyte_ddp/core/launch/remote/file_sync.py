@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from flyte_ddp.core.files import explain_write_errors, file_version, list_files
-from flyte_ddp.core.launch.supervise.link import Message
+from flyte_ddp.core.files import FilePiece, explain_write_errors, file_version, list_files
+from flyte_ddp.core.launch.supervise.messages import Message
 from flyte_ddp.core.runs.checkpoint import FOLDER, SLOTS
 from flyte_ddp.core.runs.run_folder import METRICS
 
@@ -18,11 +18,11 @@ SEND_SECONDS = 0.5  # between two checks for changed files
 Send = Callable[[Message], None]
 
 
-def read_file_as_messages(path: Path, name: str, start: int = 0) -> Iterator[Message]:
-    """Yield a file's bytes from ``start`` on as messages of up to 4 MiB, at least one.
+def read_pieces(path: Path, name: str, start: int = 0) -> Iterator[FilePiece]:
+    """Yield a file's bytes from ``start`` on in pieces of up to 4 MiB, at least one.
 
-    ``name`` is the path that the receiver gives the file, below its folder. The last message has ``last`` True. Bytes
-    that are appended meanwhile are not read. An OSError is raised by the iterator.
+    ``name`` is the path that the receiver gives the file, below its folder. Bytes that are appended meanwhile are not
+    read. An OSError is raised by the iterator.
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -30,30 +30,23 @@ def read_file_as_messages(path: Path, name: str, start: int = 0) -> Iterator[Mes
         last = False
         while not last:
             offset = file.tell()
-            data = file.read(min(PIECE_BYTES, size - offset))
-            last = file.tell() >= size or not data
-            yield {"kind": "file", "name": name, "offset": offset, "data": data, "last": last}
+            content = file.read(min(PIECE_BYTES, size - offset))
+            last = file.tell() >= size or not content
+            yield FilePiece(name, content, offset, last)
 
 
-def write_piece(folder: Path, message: Message) -> None:
-    """Write a piece of a file into ``folder``. ``message`` comes from :func:`read_file_as_messages`.
+def write_piece(folder: Path, piece: FilePiece) -> None:
+    """Write a piece of a file into ``folder``. ``piece`` comes from :func:`read_pieces`.
 
-    Until the last piece, the file is named ``.NAME.tmp``. metrics.jsonl is written directly. Bytes of the file after
-    the piece are cut off.
+    Until the last piece, the file is named ``.NAME.tmp``. metrics.jsonl is written directly.
 
     Raises:
         UserError: The file cannot be written.
     """
-    path = folder / message["name"]
-    partial = path if message["name"] == METRICS else path.with_name(f".{path.name}.tmp")
+    path = folder / piece.name
+    partial = path if piece.name == METRICS else path.with_name(f".{path.name}.tmp")
     with explain_write_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("r+b" if partial.exists() else "wb") as file:
-            file.seek(message["offset"])
-            file.truncate()
-            file.write(message["data"])
-        if message["last"]:
-            partial.replace(path)
+        piece.write(path, partial)
 
 
 class FileSender:
@@ -74,15 +67,15 @@ class FileSender:
         """
         metrics = self.folder / METRICS
         if (size := size_or_zero(metrics)) != self.metrics_sent:
-            for piece in read_file_as_messages(metrics, METRICS, min(self.metrics_sent, size)):
+            for piece in read_pieces(metrics, METRICS, min(self.metrics_sent, size)):
                 self.send(piece)
-                self.metrics_sent = piece["offset"] + len(piece["data"])
+                self.metrics_sent = piece.offset + len(piece.content)
         for path in list_files(self.folder) if all_files else [self.folder / FOLDER / name for name in SLOTS]:
             name = path.relative_to(self.folder).as_posix()
             with suppress(FileNotFoundError):
                 version = file_version(path)
                 if path != metrics and not path.match(".*.tmp") and self.versions.get(path) != version:
-                    for piece in read_file_as_messages(path, name):
+                    for piece in read_pieces(path, name):
                         self.send(piece)
                     self.versions[path] = version
 

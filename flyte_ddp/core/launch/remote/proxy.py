@@ -6,14 +6,15 @@ from contextlib import closing, contextmanager, suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
 
 from flyte_ddp.core.launch.remote import connection
 from flyte_ddp.core.launch.remote.file_sync import SEND_SECONDS, FileSender, Send
 from flyte_ddp.core.launch.supervise.failure_report import make_failure_report
+from flyte_ddp.core.launch.supervise.messages import Exited, Message, Notice, RunOver, Save, Saved, Stack
 from flyte_ddp.core.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.core.launch.supervise.stopping import call_on_signals
 from flyte_ddp.core.machine.process import stop_signals
+from flyte_ddp.core.runs.checkpoint import Handover
 
 Outcome = BaseException | None  # of a run: its error, or None if the run has completed
 
@@ -70,13 +71,13 @@ def proxy_rank(handle: RankHandle, pipe: Connection, folder: Path, start_rank: C
     """
     sending = threading.Lock()
 
-    def send(message: dict[str, Any]) -> None:
+    def send(message: Message) -> None:
         with sending, detect_lost_launcher():
             pipe.send(message)
 
     def request_stop() -> None:
         with suppress(LauncherGoneError):
-            send({"kind": "stop"})
+            send(Notice.STOP)
 
     with closing(pipe), call_on_signals(stop_signals(), request_stop):
         try:
@@ -107,19 +108,19 @@ def relay_until_restart(handle: RankHandle, folder: Path, pipe: Connection, send
         raise
     except Exception as error:  # of this host, such as a full disk, reported as the rank's error
         handle.kill()
-        send({"kind": "error", "report": make_failure_report(error)})
-        send({"kind": "exit", "code": 1})
+        send(make_failure_report(error))
+        send(Exited(1))
         over = None
     with detect_lost_launcher():
         while over is None:
-            if (message := pipe.recv())["kind"] == "restart":
+            if (message := pipe.recv()) is Notice.RESTART:
                 return
             over = find_end(message)
     raise over
 
 
-def find_end(message: dict[str, Any]) -> connection.RunOverError | None:
-    return connection.RunOverError(message["error"]) if message["kind"] == "over" else None
+def find_end(message: Message) -> connection.RunOverError | None:
+    return connection.RunOverError(message.error) if isinstance(message, RunOver) else None
 
 
 def relay_messages(
@@ -145,9 +146,9 @@ def relay_messages(
     over: connection.RunOverError | None = None
     files = FileSender(folder, send) if folder is not None and handle.rank == 0 else None
 
-    def send_from_rank(message: dict[str, Any]) -> None:
+    def send_from_rank(message: Message) -> None:
         if files is not None:  # first, because the message may be about the files
-            files.send_changes(all_files=message["kind"] == "completed")
+            files.send_changes(all_files=message is Notice.COMPLETED)
         send(message)
 
     while True:
@@ -156,7 +157,7 @@ def relay_messages(
         for message in handle.read_messages():  # for a limited time, including the sending
             send_from_rank(message)
         if ended:
-            send_from_rank({"kind": "exit", "code": handle.exitcode, "out_of_memory": handle.ran_out_of_memory()})
+            send_from_rank(Exited(handle.exitcode, handle.ran_out_of_memory()))
             return over
         if files is not None:
             files.send_changes()
@@ -164,18 +165,19 @@ def relay_messages(
             with detect_lost_launcher():
                 message = pipe.recv()
             over = over or find_end(message)
-            if message["kind"] == "stand_in" and folder is not None:
+            if isinstance(message, Handover) and folder is not None:
                 files = FileSender(folder, send)
             hand_to_rank(message, handle, send)
 
 
-def hand_to_rank(message: dict[str, Any], handle: RankHandle, send: Send) -> None:
+def hand_to_rank(message: Message, handle: RankHandle, send: Send) -> None:
     """Do what the launcher requests of the agent, or pass the message on to the rank."""
-    if message["kind"] == "kill":
-        handle.kill()
-    elif message["kind"] == "stack":
-        send({"kind": "stack", "text": handle.read_stack()})
-    elif message["kind"] == "save" and not handle.has_started():
-        send({"kind": "saved", "step": handle.resumed_step})
-    else:
-        handle.send(**message)
+    match message:
+        case Notice.KILL:
+            handle.kill()
+        case Notice.READ_STACK:
+            send(Stack(handle.read_stack()))
+        case Save() if not handle.has_started():
+            send(Saved(handle.resumed_step))
+        case _:
+            handle.send(message)

@@ -15,13 +15,15 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 from flyte_ddp.core import results
 from flyte_ddp.core.errors import RankError, StoppedError, UnreachableError, UserError, print_to_stderr
+from flyte_ddp.core.files import FilePiece
 from flyte_ddp.core.launch.remote.connection import WAIT_SECONDS, JoinTicket, WorkerConnection, accept_agents
-from flyte_ddp.core.launch.remote.file_sync import read_file_as_messages, write_piece
+from flyte_ddp.core.launch.remote.file_sync import read_pieces, write_piece
+from flyte_ddp.core.launch.supervise.failure_report import FailureReport
 from flyte_ddp.core.launch.supervise.link import RankInfo
+from flyte_ddp.core.launch.supervise.messages import Exited, Message, Notice, RunOver, Stack
 from flyte_ddp.core.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.core.launch.supervise.restarts import Restarts
 from flyte_ddp.core.launch.supervise.stopping import StopRequest, catch_stop_signals, stop_error
@@ -154,7 +156,7 @@ class Rendezvous:
         """
         if not (self.replacement is Replacement.ALL and isinstance(error, StoppedError)):
             for handle in group:
-                handle.send("over", error=error)
+                handle.send(RunOver(error))
 
     def restart_in_place(self, group: Sequence[RemoteHandle]) -> bool:
         """Have the living agents start their ranks again, unless all agents are needed and an agent is lost.
@@ -254,7 +256,7 @@ class RemoteHandle(RankHandle):
         self.worker, self.network, self.output_folder, self.files_in = worker, host, output_folder, files_in
         self.sees_run_folder = worker.folder is None
         self.out_of_memory = False
-        self.answer: dict[str, Any] | None = None  # the last answer to a request
+        self.answer: Message | None = None  # the last answer to a request
         self.results = results.ResultWriter(output_folder)
 
     def ran_out_of_memory(self) -> bool:
@@ -273,7 +275,7 @@ class RemoteHandle(RankHandle):
                 with suppress(OSError, EOFError):  # a lost agent is detected when its messages are read
                     for path in filter(None, [*work.files.values(), checkpoint.path if checkpoint else None, log]):
                         self.answer = None
-                        for piece in read_file_as_messages(path, path.name):
+                        for piece in read_pieces(path, path.name):
                             self.pipe.send(piece)
                         self._take_messages(lambda: self.answer is not None, None)  # other ranks will read the file
             work = replace(
@@ -285,32 +287,30 @@ class RemoteHandle(RankHandle):
             )
         super().send_work(work)
 
-    def handle_message(self, message: dict[str, Any]) -> None:
-        """Store the state that a message reports, or write the file, result or event in the message.
-
-        Drops "port", which the supervisor handles.
-        """
-        if message["kind"] == "error" and not self.worker.is_on_launcher_host:
-            message["report"] = replace(message["report"], time=time.monotonic())  # not of another host's clock
-        if message["kind"] == "exit":
-            self.exitcode, self.out_of_memory = message["code"], message.get("out_of_memory", False)
-        elif message["kind"] in ("stack", "stored"):
-            self.answer = message
-        elif message["kind"] == "file":
-            write_piece(self.output_folder, message)
-        elif message["kind"] in ("result", "event"):
-            self.results.write(**message)
-        else:
-            super().handle_message(message)
+    def handle_message(self, message: Message) -> None:
+        """Store the state that a message reports, or write the file, result or event in the message."""
+        match message:
+            case FailureReport() if not self.worker.is_on_launcher_host:
+                self.report = replace(message, time=time.monotonic())  # not of another host's clock
+            case Exited():
+                self.exitcode, self.out_of_memory = message.code, message.out_of_memory
+            case Stack() | Notice.FILE_STORED:
+                self.answer = message
+            case results.ResultPiece() | results.Event():
+                self.results.write(message)
+            case FilePiece():
+                write_piece(self.output_folder, message)
+            case _:
+                super().handle_message(message)
 
     def read_stack(self) -> str:
         self.answer = None
-        self.send("stack")
+        self.send(Notice.READ_STACK)
         self._take_messages(lambda: self.answer is not None, STACK_SECONDS)
-        return str(self.answer["text"]) if self.answer else ""
+        return self.answer.text if isinstance(self.answer, Stack) else ""
 
     def kill(self) -> None:
-        self.send("kill")
+        self.send(Notice.KILL)
 
     def close(self) -> None:
         """Wait up to 10 s for the rank's exit code and its last files, and close the pipe."""
@@ -324,7 +324,7 @@ class RemoteHandle(RankHandle):
         """
         self._take_messages(lambda: False, END_SECONDS)
         if self.exitcode is not None:
-            self.send("restart")
+            self.send(Notice.RESTART)
         return self.exitcode is not None
 
     def _take_messages(self, is_enough: Callable[[], bool], seconds: float | None) -> None:

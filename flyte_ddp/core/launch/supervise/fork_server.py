@@ -321,7 +321,7 @@ def report_and_exit(error: BaseException, ranks: list[RankPipes]) -> NoReturn:
     """Send the launcher the error as each rank's error, kill all ranks, and exit with code 1."""
     for each in ranks:
         with suppress(OSError):
-            each.pipe.send({"kind": "error", "report": make_failure_report(error)})
+            each.pipe.send(make_failure_report(error))
     kill_ranks_and_exit()
 
 

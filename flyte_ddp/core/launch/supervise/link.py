@@ -12,10 +12,10 @@ from typing import Any
 
 from flyte_ddp.core.errors import CollectiveTimeoutError
 from flyte_ddp.core.launch.supervise.failure_report import make_failure_report
+from flyte_ddp.core.launch.supervise.messages import Assignment, Message, Save, Saved, StoreAddress
 from flyte_ddp.core.launch.supervise.network import set_network_interface
 from flyte_ddp.core.runs.checkpoint import Handover
 
-Message = dict[str, Any]  # between a rank, its agent and the launcher: "kind", and the values of this kind
 SaveFunction = Callable[[float], int]  # saves a checkpoint within so many seconds; returns the newest checkpoint's step
 OfferSaving = Callable[[SaveFunction], None]
 StandIn = Callable[[Handover], int | None]  # saves in rank 0's place; returns the newest checkpoint's step, or None
@@ -39,13 +39,13 @@ class PipeEnd:
     def __init__(self, pipe: Connection) -> None:
         self.pipe, self._sending = pipe, threading.Lock()
 
-    def send(self, kind: str, **values: Any) -> None:
-        """Send a message with this kind and these values, from any thread.
+    def send(self, message: Message) -> None:
+        """Send a message, from any thread.
 
         Waits without a limit while the pipe is full. If the other side has ended, does nothing.
         """
         with self._sending, suppress(OSError):
-            self.pipe.send({"kind": kind, **values})
+            self.pipe.send(message)
 
 
 class Link(PipeEnd):
@@ -57,15 +57,14 @@ class Link(PipeEnd):
 
     def __init__(self, pipe: Connection, resumed_step: int = 0) -> None:
         super().__init__(pipe)
-        self._received: dict[str, queue.SimpleQueue[Message]] = {
-            kind: queue.SimpleQueue() for kind in ("work", "address")
-        }
+        self._assignments = queue.SimpleQueue[Assignment]()
+        self._addresses = queue.SimpleQueue[StoreAddress]()
         self._save: SaveFunction = lambda _: resumed_step
         self._stand_in: StandIn = lambda _: None
         threading.Thread(target=self._listen, name="launcher", daemon=True).start()
 
     def report_error(self, error: BaseException) -> None:
-        self.send("error", report=make_failure_report(error))
+        self.send(make_failure_report(error))
 
     def receive_work(self) -> Any:
         """Wait for the Work without a limit, and return the Work.
@@ -73,24 +72,23 @@ class Link(PipeEnd):
         Imports the modules of the Work's classes. Sets the environment variables of the network interface that the
         launcher names.
         """
-        message = self._received["work"].get()
-        if message["network"]:
-            set_network_interface(message["network"])
-        return pickle.loads(message["work"])  # in the main thread: two threads that import at once may deadlock
+        assignment = self._assignments.get()
+        if assignment.network:
+            set_network_interface(assignment.network)
+        return pickle.loads(assignment.work)  # in the main thread: two threads that import at once may deadlock
 
-    def receive_address(self, timeout: float) -> tuple[str, int]:
-        """Wait for the host and port of rank 0's store.
+    def receive_address(self, timeout: float) -> StoreAddress:
+        """Wait for the address of rank 0's store.
 
         Raises:
             CollectiveTimeoutError: No address has come within ``timeout`` seconds.
         """
         try:
-            message = self._received["address"].get(timeout=timeout)
+            return self._addresses.get(timeout=timeout)
         except queue.Empty:
             raise CollectiveTimeoutError(
                 f"rank 0 did not publish the rendezvous address within {timeout:g} s"
             ) from None
-        return message["host"], message["port"]
 
     def offer_saving(self, save: SaveFunction) -> None:
         self._save = save
@@ -115,14 +113,16 @@ class Link(PipeEnd):
 
     def handle_message(self, message: Message) -> None:
         """Store the work or rank 0's address for the main thread, or save a checkpoint and answer with its step."""
-        if message["kind"] == "work":
-            self._save = lambda _: int(message["saved"])
-        if message["kind"] in self._received:
-            self._received[message["kind"]].put(message)
-        elif message["kind"] == "save":
-            self.send("saved", step=self._save(message["seconds"]))
-        elif message["kind"] == "stand_in":
-            self.send("saved", step=self._stand_in(message["handover"]))
+        match message:
+            case Assignment():
+                self._save = lambda _: message.resumed_step
+                self._assignments.put(message)
+            case StoreAddress():
+                self._addresses.put(message)
+            case Save(seconds):
+                self.send(Saved(self._save(seconds)))
+            case Handover():
+                self.send(Saved(self._stand_in(message)))
 
     def handle_lost_launcher(self) -> None:
         """End this process with exit code 1.

@@ -16,6 +16,7 @@ from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-de
 
 from flyte_ddp.core import results
 from flyte_ddp.core.launch.supervise.link import Link, OfferSaving, RankInfo
+from flyte_ddp.core.launch.supervise.messages import Notice, StoreAddress, Writing
 from flyte_ddp.core.launch.supervise.network import LOOPBACK
 from flyte_ddp.core.machine import waiting
 from flyte_ddp.core.machine.process import M_MMAP_MAX, M_TRIM_THRESHOLD, set_malloc_option
@@ -55,7 +56,7 @@ class Rank:
             seconds = max(0.0, time.time() - restart.time) if restart is restarts[-1] else None
             write(RestartRecord(step=restart.step, reason=restart.reason, seconds=seconds))
         if restarts and self.link is not None:
-            self.link.send("has_resumed")
+            self.link.send(Notice.RESUMED)
 
     def announce_writing(self, begins: bool) -> None:
         """Report to the launcher that this rank begins, or ends, writing a checkpoint.
@@ -63,7 +64,7 @@ class Rank:
         The launcher then waits for the file.
         """
         if self.link is not None:
-            self.link.send("writing", begins=begins)
+            self.link.send(Writing(begins))
 
     def open_store(self) -> TCPStore:
         """Open and return the ranks' common store, also for torch's ``env://`` groups.
@@ -77,8 +78,8 @@ class Rank:
         info, link, timeout = self.info, self.link, timedelta(seconds=self.work.settings.timeout)
         with translate_collective_errors():
             if info.rank != 0 and link is not None:
-                host, port = link.receive_address(timeout.total_seconds())
-                return TCPStore(host, port, info.world_size, False, timeout, wait_for_workers=False)
+                found = link.receive_address(timeout.total_seconds())
+                return TCPStore(found.host, found.port, info.world_size, False, timeout, wait_for_workers=False)
             # Listen only where other ranks connect, because the store has no password.
             host = (self.work.world.hosts or (LOOPBACK,))[0]
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -95,7 +96,7 @@ class Rank:
                     master_listen_fd=server.detach(),
                 )
             if link is not None:
-                link.send("port", port=port)
+                link.send(StoreAddress(host, port))
             return store
 
     def join_by(self, store: Store) -> None:

@@ -9,7 +9,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from flyte_ddp.core.launch.supervise.failure_report import FailureReport
-from flyte_ddp.core.launch.supervise.link import Message, PipeEnd, RankInfo
+from flyte_ddp.core.launch.supervise.link import PipeEnd, RankInfo
+from flyte_ddp.core.launch.supervise.messages import Assignment, Message, Notice, Saved, Writing
 from flyte_ddp.core.launch.supervise.network import LOOPBACK
 from flyte_ddp.core.launch.supervise.rank_process import start_rank
 from flyte_ddp.core.machine.process import count_out_of_memory_kills, read_stack, spawn_context
@@ -76,7 +77,7 @@ class RankHandle(PipeEnd):
 
     def send_work(self, work: Any) -> None:
         self.resumed_step = work.checkpoint.step if work.checkpoint else 0
-        self.send("work", work=pickle.dumps(work), saved=self.resumed_step, network=self.network)
+        self.send(Assignment(pickle.dumps(work), self.resumed_step, self.network))
 
     def read_messages(self) -> Iterator[Message]:
         """Yield the messages that have come from the rank, for up to 0.1 s.
@@ -92,18 +93,19 @@ class RankHandle(PipeEnd):
 
     def handle_message(self, message: Message) -> None:
         """Store the state that a rank's message reports in the attributes."""
-        if message["kind"] == "error":
-            self.report = message["report"]
-        elif message["kind"] == "completed":
-            self.completed = True
-        elif message["kind"] == "saved":
-            self.answered, self.saved = True, message["step"]
-        elif message["kind"] == "writing":
-            self.last_write = math.inf if message["begins"] else time.monotonic()
-        elif message["kind"] == "has_resumed":
-            self.has_resumed = True
-        elif message["kind"] == "stop":
-            self.stop_requested = True
+        match message:
+            case FailureReport():
+                self.report = message
+            case Notice.COMPLETED:
+                self.completed = True
+            case Saved(step):
+                self.answered, self.saved = True, step
+            case Writing(begins):
+                self.last_write = math.inf if begins else time.monotonic()
+            case Notice.RESUMED:
+                self.has_resumed = True
+            case Notice.STOP:
+                self.stop_requested = True
 
     def read_stack(self) -> str:
         """Return the rank's Python stack, or "" if none comes within 1 s (3 s from another host)."""
@@ -142,7 +144,7 @@ class ProcessHandle(RankHandle):
     def read_messages(self) -> Iterator[Message]:
         """Yield the messages that have come from the rank. Send the kept work when the rank is ready."""
         for message in super().read_messages():
-            if message["kind"] == "ready":
+            if message is Notice.READY:
                 self.ready = True
                 self.send_work(self.work)
             else:

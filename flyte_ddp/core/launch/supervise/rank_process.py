@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 
 from flyte_ddp.core.launch.supervise.failure_report import CONSEQUENCES, classify_error
 from flyte_ddp.core.launch.supervise.link import Link, RankInfo
+from flyte_ddp.core.launch.supervise.messages import Notice
 from flyte_ddp.core.launch.supervise.stopping import call_on_signals
 from flyte_ddp.core.machine import process
 
@@ -32,12 +33,12 @@ def start_rank(info: RankInfo, pipe: Connection, stacks: Connection) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=False)
     link = Link(pipe)
-    link.send("ready")
+    link.send(Notice.READY)
     # A terminal sends these signals to all its processes, including the launcher.
     process.ignore_signals((signal.SIGINT, signal.SIGHUP))
     # SIGTERM may be sent to all processes or to one process. In both cases the launcher stops all ranks.
     with (
-        call_on_signals((signal.SIGTERM,), lambda: link.send("stop")),
+        call_on_signals((signal.SIGTERM,), lambda: link.send(Notice.STOP)),
         process.undone_in_forks(lambda: signal.signal(signal.SIGUSR1, signal.SIG_DFL)),
     ):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
@@ -63,7 +64,7 @@ def run_and_report(info: RankInfo, link: Link) -> int:
             threading.Event().wait()  # the launcher may request a checkpoint, and then kills this process
         return 1
     flush_output()
-    link.send("completed")
+    link.send(Notice.COMPLETED)
     return 0
 
 

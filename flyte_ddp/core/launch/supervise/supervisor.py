@@ -4,14 +4,14 @@ import signal
 import time
 from collections.abc import Sequence
 from multiprocessing import connection
-from typing import Any
 
 from flyte_ddp.core.errors import RankError, RankLostError, print_to_stderr
 from flyte_ddp.core.launch.supervise.failure_report import CONSEQUENCES, Cause
 from flyte_ddp.core.launch.supervise.failures import NO_STACK, find_first_failure, find_root_cause
+from flyte_ddp.core.launch.supervise.messages import Save, StoreAddress
 from flyte_ddp.core.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.core.launch.supervise.stopping import StopRequest, stop_error
-from flyte_ddp.core.runs.checkpoint import trust_checkpoint
+from flyte_ddp.core.runs.checkpoint import Handover, trust_checkpoint
 from flyte_ddp.core.runs.run_folder import make_handover
 from flyte_ddp.core.runs.work import Work
 
@@ -65,17 +65,17 @@ def wait_and_handle_messages(
     """Wait until a rank sends a message or ends, and handle the messages of all ranks.
 
     Waits up to ``seconds`` (None: without a limit). If ``stop_ends_wait`` is True, a stop also ends the wait. Messages
-    set attributes of the handles. If a rank got SIGTERM, requests a stop in ``stop``. The port of rank 0's store is
-    passed on to the other ranks.
+    set attributes of the handles. If a rank got SIGTERM, requests a stop in ``stop``. The address of rank 0's store
+    is passed on to the other ranks.
     """
     waitables = [waitable for handle in group for waitable in handle.waitables()]
     connection.wait([*waitables, *([stop.reader] if stop_ends_wait else [])], seconds)
     for handle in group:
         handle.poll_exit()  # before its messages are read, because its last messages are then in the pipe
         for message in handle.read_messages():
-            if message["kind"] == "port":  # the port of the store that rank 0 has opened
+            if isinstance(message, StoreAddress):  # of the store that rank 0 has opened
                 for other in group[1:]:
-                    other.send("address", host=handle.host, port=message["port"])
+                    other.send(message)
             else:
                 handle.handle_message(message)
         if handle.stop_requested:
@@ -117,8 +117,7 @@ def save_after_failure(group: Sequence[RankHandle], stop: StopRequest, work: Wor
             break
         if handle.has_started() and handle.listening:
             handover = make_handover(work.output_folder)
-            limits = {"seconds": left, "most_seconds": timeout}
-            saver, saved = handle, await_checkpoint(group, stop, handle, "stand_in", handover=handover, **limits)
+            saver, saved = handle, await_checkpoint(group, stop, handle, handover, seconds=left, most_seconds=timeout)
     if saved and saver.sees_run_folder:
         trust_checkpoint(work.output_folder, saved)
     return saved
@@ -146,27 +145,25 @@ def request_checkpoint(
     leader = group[0]
     if not leader.has_started():
         return leader.resumed_step
-    return await_checkpoint(group, stop, leader, "save", seconds=seconds, most_seconds=most_seconds)
+    return await_checkpoint(group, stop, leader, Save(seconds), seconds=seconds, most_seconds=most_seconds)
 
 
 def await_checkpoint(
     group: Sequence[RankHandle],
     stop: StopRequest,
     handle: RankHandle,
-    request: str,
+    request: Save | Handover,
     *,
     seconds: float,
     most_seconds: float,
-    **values: Any,
 ) -> int | None:
-    """Send a rank the request "save" or "stand_in", and return the step of the answer.
+    """Send a rank a request for a checkpoint, and return the step of the answer.
 
     Waits up to ``seconds``, and up to ``most_seconds`` while the rank writes a checkpoint. Meanwhile handles all
-    messages. ``values`` are further entries of the request. Returns None without an answer, or if the rank has no state
-    to save.
+    messages. Returns None without an answer, or if the rank has no state to save.
     """
     handle.answered, handle.saved = False, None
-    handle.send(request, seconds=seconds, **values)
+    handle.send(request)
     begin = time.monotonic()
     latest = begin + max(seconds, most_seconds)
     while not handle.answered and handle.listening:
