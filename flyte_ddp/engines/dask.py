@@ -11,10 +11,15 @@ from typing import Any
 from flyte_ddp.core.checks.parsing import JsonObject
 from flyte_ddp.core.errors import UnreachableError, UserError, require_extra
 from flyte_ddp.core.launch import capacity
-from flyte_ddp.core.launch.remote import agent, sources
-from flyte_ddp.core.launch.remote.rendezvous import END_SECONDS, open_rendezvous
-from flyte_ddp.core.launch.supervise.link import RankInfo
-from flyte_ddp.core.launch.supervise.network import LOOPBACK
+from flyte_ddp.core.launch.engine import (
+    END_SECONDS,
+    LOOPBACK,
+    RankInfo,
+    agent_start_error,
+    open_rendezvous,
+    pack_sources,
+    run_agent,
+)
 from flyte_ddp.core.machine import resources
 from flyte_ddp.core.machine.process import hide_main_script
 from flyte_ddp.core.machine.resources import MOST_CPU_RANKS, Request, World
@@ -62,8 +67,8 @@ def launch(work: Work, *, client: Any = None, retries: int = 0, awaited_hosts: i
                 descriptions = describe_workers(cluster)
                 workers = choose_workers(descriptions, num_ranks)
                 devices = choose_gpus(workers, run_on_workers(cluster, os.getenv, DEVICES, workers=workers))
-                files = sources.pack_sources(*work.user_code)
-                run = wrap_by_value(agent.run_agent)
+                files = pack_sources(*work.user_code)
+                run = wrap_by_value(run_agent)
                 tasks = []
                 for rank, worker in enumerate(workers):
                     info = RankInfo(rank, num_ranks, devices[rank], work.function, work.world.device_type)
@@ -87,7 +92,7 @@ def raise_if_task_failed(futures: Sequence[Any], workers: Sequence[str], living:
     """Raise UnreachableError if a task has failed, or if a worker with a task is not in ``living``. Does not wait."""
     for future, worker in zip(futures, workers, strict=True):
         if future.status == "error":
-            raise agent.agent_start_error("a Dask worker", future.exception())
+            raise agent_start_error("a Dask worker", future.exception())
         if worker not in living:
             raise UnreachableError(f"Dask worker {worker} has left the cluster; run again when a new worker has joined")
 

@@ -19,11 +19,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.core.errors import RankError, UnreachableError, print_to_stderr
-from flyte_ddp.core.launch.remote import agent, connection
-from flyte_ddp.core.launch.remote.proxy import LauncherGoneError, proxy_rank
-from flyte_ddp.core.launch.remote.rendezvous import Rendezvous, Replacement, open_rendezvous
-from flyte_ddp.core.launch.supervise.link import RankInfo
-from flyte_ddp.core.launch.supervise.network import LOOPBACK, host_addresses
+from flyte_ddp.core.launch.engine import (
+    LOOPBACK,
+    LauncherGoneError,
+    RankInfo,
+    Rendezvous,
+    Replacement,
+    connect_to_launcher,
+    host_addresses,
+    open_local_folder,
+    open_rendezvous,
+    open_restarter,
+    proxy_rank,
+    start_agent,
+)
 from flyte_ddp.core.launch.supervise.stopping import StopRequest, catch_stop_signals, stop_error
 from flyte_ddp.core.machine import process, resources
 from flyte_ddp.core.machine.resources import Request, World
@@ -143,7 +152,7 @@ def lead_workers(work: Work) -> None:
         publish_ticket(store, rendezvous)
         ticket = find_ticket(store, worker, shared_secret(), LOOPBACK)
         assert ticket is not None
-        at_end.enter_context(agent.start_agent(ticket.to_stdin()))
+        at_end.enter_context(start_agent(ticket.to_stdin()))
         rendezvous.run_ranks(lambda: None)
 
 
@@ -163,9 +172,9 @@ def follow() -> None:
     while time.monotonic() < deadline:
         # All workers reach MASTER_ADDR, where the store is.
         if (ticket := find_ticket(store, place, shared_secret(), os.environ["MASTER_ADDR"])) is not None:
-            with connection.open_local_folder(ticket) as folder:
+            with open_local_folder(ticket) as folder:
                 try:
-                    pipe = connection.connect_to_launcher(ticket, folder)
+                    pipe = connect_to_launcher(ticket, folder)
                 except (OSError, EOFError, AuthenticationError):
                     pass  # an old ticket stays in the store after a restart, until rank 0 sets a new ticket
                 else:
@@ -185,7 +194,7 @@ def serve_launcher(info: RankInfo, pipe: Connection, folder: Path) -> None:
         RankError: Rank 0's worker is lost.
     """
     # The rank server must not wait for a rank whose descendants live.
-    with agent.open_restarter(info) as start_rank, process.kill_new_descendants_at_end():
+    with open_restarter(info) as start_rank, process.kill_new_descendants_at_end():
         try:
             outcome = proxy_rank(start_rank(), pipe, folder, start_rank)
         except LauncherGoneError:

@@ -24,10 +24,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from flyte_ddp.core.errors import UnreachableError
-from flyte_ddp.core.launch.remote.agent import start_agent
-from flyte_ddp.core.launch.remote.connection import JoinTicket
-from flyte_ddp.core.launch.remote.rendezvous import END_SECONDS, Rendezvous, derive_key
-from flyte_ddp.core.launch.supervise.link import RankInfo
+from flyte_ddp.core.launch.engine import END_SECONDS, JoinTicket, RankInfo, Rendezvous, derive_key, start_agent
 
 TICKET = "flyte-ddp ticket"  # key in Elastic's store
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # torch's variable: Elastic opens no additional store

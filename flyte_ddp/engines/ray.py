@@ -10,9 +10,14 @@ from typing import Any
 from flyte_ddp.core.checks.parsing import JsonObject
 from flyte_ddp.core.errors import UnreachableError, UserError, require_extra
 from flyte_ddp.core.launch import capacity
-from flyte_ddp.core.launch.remote import agent
-from flyte_ddp.core.launch.remote.rendezvous import END_SECONDS, open_rendezvous
-from flyte_ddp.core.launch.supervise.link import RankInfo
+from flyte_ddp.core.launch.engine import (
+    END_SECONDS,
+    RankEndedError,
+    RankInfo,
+    agent_start_error,
+    open_rendezvous,
+    run_agent,
+)
 from flyte_ddp.core.machine.process import signal_handlers
 from flyte_ddp.core.machine.resources import MOST_CPU_RANKS, Request, World, choose_device_type
 from flyte_ddp.core.runs.work import Work
@@ -41,14 +46,14 @@ def launch(work: Work, *, retries: int = 0, awaited_hosts: int = 0) -> None:
             "num_cpus": needs["CPU"],
             "num_gpus": needs["GPU"],
             "max_retries": retries,
-            "retry_exceptions": [agent.RankEndedError],
+            "retry_exceptions": [RankEndedError],
         }
         tasks: list[Any] = []
         try:
             with open_rendezvous(work, get_node_ip_address()) as rendezvous:
                 for rank in range(num_ranks):
                     where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
-                    task = ray.remote(agent.run_agent).options(**options, scheduling_strategy=where)
+                    task = ray.remote(run_agent).options(**options, scheduling_strategy=where)
                     info = RankInfo(
                         rank, num_ranks, 0, work.function, work.world.device_type
                     )  # Ray shows a task only the task's GPUs
@@ -73,7 +78,7 @@ def raise_if_task_failed(tasks: Sequence[Any]) -> None:
     try:
         ray.get(ended)
     except Exception as error:
-        raise agent.agent_start_error("a host of the Ray cluster", error) from None
+        raise agent_start_error("a host of the Ray cluster", error) from None
 
 
 def find_world(request: Request, awaited_hosts: int = 0, seconds: float = 0.0) -> World:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.core.errors import print_to_stderr
+from flyte_ddp.core.launch.engine import EngineLaunch
 from flyte_ddp.core.loops.call import Call
 from flyte_ddp.core.machine.resources import Request
 from flyte_ddp.core.runs.checkpoint import GO_ON, describe_going_on, newest_step
@@ -77,7 +78,7 @@ def print_saves_of_other_code(run: str, folder: Path) -> None:
 
 
 def engine_launcher(engine: str, hosts: int) -> Launch:
-    launch = import_module(f"flyte_ddp.engines.{engine}").launch
+    launch: EngineLaunch = import_module(f"flyte_ddp.engines.{engine}").launch
     return partial(launch, retries=ENGINE_RETRIES, awaited_hosts=hosts if is_in_pod() else 0)
 
 

@@ -6,10 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from flyte_ddp.core.errors import UnreachableError
-from flyte_ddp.core.launch.remote import agent
-from flyte_ddp.core.launch.remote.connection import JoinTicket
-from flyte_ddp.core.launch.remote.rendezvous import open_rendezvous
-from flyte_ddp.core.launch.supervise.link import RankInfo
+from flyte_ddp.core.launch.engine import JoinTicket, RankEndedError, RankInfo, open_rendezvous, run_agent
 from flyte_ddp.core.machine.resources import detect_world
 from flyte_ddp.core.runs.work import Work
 
@@ -35,8 +32,8 @@ def launch(work: Work, *, retries: int = 0) -> None:
 def send(ticket: JoinTicket, retries: int) -> None:
     """Run an agent for a ticket, and restart the agent up to ``retries`` times."""
     try:
-        agent.run_agent(ticket.to_stdin())
-    except agent.RankEndedError:
+        run_agent(ticket.to_stdin())
+    except RankEndedError:
         if not retries:
             raise
         send(ticket, retries - 1)

@@ -16,7 +16,7 @@ from cli import HELPERS
 from engines import AGENTS, DASK, ELASTIC, FRESH, RAY_ENVIRONMENT, SPAWN, Launch, set_environment
 
 from flyte_ddp.core.launch import spawn
-from flyte_ddp.core.launch.supervise import fork_server
+from flyte_ddp.core.launch.supervise import rank_starter
 from flyte_ddp.core.runs.work import Work
 from flyte_ddp.engines import elastic
 
@@ -80,7 +80,7 @@ def launch(
     """Return the launcher that the test's parameter names. Ranks have the test's environment."""
     here = {SPAWN: spawn, FRESH: spawn, AGENTS: agents, ELASTIC: elastic}
     if request.param == FRESH:
-        monkeypatch.setattr(fork_server, "PRELOADED_DEVICE_TYPES", ())
+        monkeypatch.setattr(rank_starter, "PRELOADED_DEVICE_TYPES", ())
     if request.param in here:
         return here[request.param].launch
     if request.param == DASK:

@@ -19,9 +19,10 @@ from processes import wait_until
 
 from flyte_ddp.core.errors import OutOfMemoryError, StoppedError, UserError
 from flyte_ddp.core.files import FilePiece
-from flyte_ddp.core.launch.remote import proxy, rendezvous
+from flyte_ddp.core.launch.remote import proxy
+from flyte_ddp.core.launch.remote import remote_handle as handles
 from flyte_ddp.core.launch.remote.connection import WorkerConnection
-from flyte_ddp.core.launch.remote.rendezvous import RemoteHandle
+from flyte_ddp.core.launch.remote.remote_handle import RemoteHandle
 from flyte_ddp.core.launch.supervise import supervisor
 from flyte_ddp.core.launch.supervise.failure_report import FailureReport, make_failure_report
 from flyte_ddp.core.launch.supervise.failures import find_root_cause
@@ -154,7 +155,7 @@ def test_an_agents_own_failure_is_reported_as_such(tmp_path: Path) -> None:
 def test_an_exit_code_that_comes_instead_of_a_stack_is_not_lost(tmp_path, monkeypatch) -> None:
     """Neither the launcher's next look nor the end of the rank waits for another message."""
     for name in ("STACK_SECONDS", "END_SECONDS"):
-        monkeypatch.setattr(rendezvous, name, None)  # for ever
+        monkeypatch.setattr(handles, name, None)  # for ever
     handle, agent = remote_handle(tmp_path)
     agent.send(Exited(-9, out_of_memory=True))
     with ThreadPoolExecutor(1) as pool:

@@ -18,8 +18,9 @@ from benchmarks.running import descendants, process_name
 from flyte_ddp.core.errors import RankError, RankLostError, StoppedError
 from flyte_ddp.core.launch import spawn
 from flyte_ddp.core.launch.supervise import supervisor
-from flyte_ddp.core.launch.supervise.fork_server import SERVER, ForkedHandle
+from flyte_ddp.core.launch.supervise.fork_server import SERVER
 from flyte_ddp.core.launch.supervise.rank_handle import RankHandle
+from flyte_ddp.core.launch.supervise.rank_starter import ForkedHandle
 from flyte_ddp.core.launch.supervise.stopping import StopRequest
 from flyte_ddp.core.machine.resources import Request
 from flyte_ddp.core.runs.work import Work

@@ -14,7 +14,7 @@ from flyte_ddp.core.errors import StoppedError
 from flyte_ddp.core.files import FilePiece
 from flyte_ddp.core.launch.remote import file_sync, proxy
 from flyte_ddp.core.launch.remote.file_sync import FileSender, write_piece
-from flyte_ddp.core.launch.remote.rendezvous import RemoteHandle
+from flyte_ddp.core.launch.remote.remote_handle import RemoteHandle
 from flyte_ddp.core.launch.supervise.link import PipeEnd
 from flyte_ddp.core.launch.supervise.messages import Exited, Notice, Saved
 from flyte_ddp.core.launch.supervise.rank_handle import RankHandle

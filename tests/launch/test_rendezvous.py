@@ -22,7 +22,8 @@ from traps import MakesFolder
 from flyte_ddp.core.errors import OutOfMemoryError, RankError, RankLostError, StoppedError, UserError
 from flyte_ddp.core.launch.remote import connection
 from flyte_ddp.core.launch.remote.connection import JoinTicket, WorkerConnection, connect_to_launcher, receive_work
-from flyte_ddp.core.launch.remote.rendezvous import RemoteHandle, Rendezvous, open_rendezvous
+from flyte_ddp.core.launch.remote.remote_handle import RemoteHandle
+from flyte_ddp.core.launch.remote.rendezvous import Rendezvous, open_rendezvous
 from flyte_ddp.core.launch.supervise import rank_handle
 from flyte_ddp.core.launch.supervise.failure_report import make_failure_report
 from flyte_ddp.core.launch.supervise.failures import find_first_failure

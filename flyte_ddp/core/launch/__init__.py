@@ -2,7 +2,7 @@
 
 ``launch(work)`` finds the World for the work's request, and returns when all ranks have completed. On one machine the
 World comes from ``machine/resources.detect_world``, else from the launcher's ``find_world``.
-:mod:`flyte_ddp.core.launch.remote` describes how to write a launcher for another engine.
+:mod:`flyte_ddp.core.launch.engine` describes how to write a launcher for another engine.
 
 All launchers raise:
     UserError: The user's mistake, as reported by the rank that failed first.

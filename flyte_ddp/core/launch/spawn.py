@@ -1,4 +1,4 @@
-"""Launches ranks as processes of this machine, forked on Linux by ``fork_server.py``, and spawned on other systems.
+"""Launches ranks as processes of this machine, forked on Linux by ``rank_starter.py``, and spawned on other systems.
 
 Each rank begins in rank_process.start_rank. ``torch.multiprocessing.spawn`` would import torch once in each rank, and
 also in this process, which does not need torch.
@@ -8,10 +8,10 @@ import os
 from contextlib import ExitStack
 from dataclasses import replace
 
-from flyte_ddp.core.launch.supervise.fork_server import open_rank_starter
 from flyte_ddp.core.launch.supervise.link import RankInfo
 from flyte_ddp.core.launch.supervise.network import LOOPBACK
 from flyte_ddp.core.launch.supervise.rank_handle import RankHandle
+from flyte_ddp.core.launch.supervise.rank_starter import open_rank_starter
 from flyte_ddp.core.launch.supervise.restarts import run_with_restarts
 from flyte_ddp.core.launch.supervise.stopping import catch_stop_signals
 from flyte_ddp.core.launch.supervise.supervisor import end_ranks, supervise_ranks

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 
 from flyte_ddp.core.errors import UnreachableError
 from flyte_ddp.core.launch.remote.sources import unpack_sources
-from flyte_ddp.core.launch.supervise.fork_server import open_rank_starter
 from flyte_ddp.core.launch.supervise.link import RankInfo
 from flyte_ddp.core.launch.supervise.rank_handle import RankHandle
+from flyte_ddp.core.launch.supervise.rank_starter import open_rank_starter
 from flyte_ddp.core.launch.supervise.supervisor import end_ranks
 from flyte_ddp.core.machine.process import become_subreaper, ignore_signals, kill_descendants
 

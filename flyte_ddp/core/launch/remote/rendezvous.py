@@ -16,26 +16,21 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
-from flyte_ddp.core import results
 from flyte_ddp.core.errors import RankError, StoppedError, UnreachableError, UserError, print_to_stderr
-from flyte_ddp.core.files import FilePiece
 from flyte_ddp.core.launch.remote.connection import WAIT_SECONDS, JoinTicket, WorkerConnection, accept_agents
-from flyte_ddp.core.launch.remote.file_sync import read_pieces, write_piece
-from flyte_ddp.core.launch.supervise.failure_report import FailureReport
+from flyte_ddp.core.launch.remote.remote_handle import RemoteHandle
 from flyte_ddp.core.launch.supervise.link import RankInfo
-from flyte_ddp.core.launch.supervise.messages import Exited, Message, Notice, RunOver, Stack
+from flyte_ddp.core.launch.supervise.messages import RunOver
 from flyte_ddp.core.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.core.launch.supervise.restarts import Restarts
 from flyte_ddp.core.launch.supervise.stopping import StopRequest, catch_stop_signals, stop_error
 from flyte_ddp.core.launch.supervise.supervisor import end_ranks, supervise_ranks
 from flyte_ddp.core.runs.checkpoint import newest_step
-from flyte_ddp.core.runs.run_folder import METRICS, remove_temporary_files, rewind_to_newest_checkpoint
+from flyte_ddp.core.runs.run_folder import remove_temporary_files, rewind_to_newest_checkpoint
 from flyte_ddp.core.runs.work import Work
 from flyte_ddp.core.user_code.digest import package_digest
 
 GATHER_SECONDS = 300.0  # for all agents to connect, because images may have to be pulled, and nodes added
-END_SECONDS = 10.0  # for a killed rank's exit code to come, or for agents to end
-STACK_SECONDS = 3.0  # for a stack to come; longer than the agent itself waits
 
 
 class Replacement(Enum):
@@ -165,7 +160,9 @@ class Rendezvous:
         """
         needs_all = self.replacement is not Replacement.EACH
         if not (needs_all and any(handle.lost for handle in group)):
-            self.living = restart_agents(group)
+            for handle in group:
+                handle.kill()
+            self.living = {handle.rank: handle.worker for handle in group if handle.restart()}
         if needs_all and len(self.living) < len(group):
             self.living = {}
         return bool(self.living) or not needs_all
@@ -242,112 +239,6 @@ class Rendezvous:
             files_in = folders.setdefault(host, worker.folder) if worker.folder else self.work.output_folder
             handles.append(RemoteHandle(worker, host, self.work.output_folder, files_in))
         return handles
-
-
-class RemoteHandle(RankHandle):
-    """A rank with an agent, which may be on another host.
-
-    ``worker`` is the connection to the rank's agent. ``host`` is the rank's address for other ranks. ``files_in`` is
-    the folder on the rank's host with the files of ``output_folder``.
-    """
-
-    def __init__(self, worker: WorkerConnection, host: str, output_folder: Path, files_in: Path) -> None:
-        super().__init__(worker.rank, worker.pipe, host)
-        self.worker, self.network, self.output_folder, self.files_in = worker, host, output_folder, files_in
-        self.sees_run_folder = worker.folder is None
-        self.out_of_memory = False
-        self.answer: Message | None = None  # the last answer to a request
-        self.results = results.ResultWriter(output_folder)
-
-    def ran_out_of_memory(self) -> bool:
-        # Elastic's ranks have no agent that reports a lack of memory.
-        return self.out_of_memory or (self.lost and self.worker.is_on_launcher_host and super().ran_out_of_memory())
-
-    def send_work(self, work: Work) -> None:
-        """Send the files that the host lacks, and then the work with the host's paths.
-
-        Only the host's lowest rank gets the files. Waits without a limit until the host has stored each file.
-        """
-        if self.worker.folder is not None:
-            checkpoint, folder = work.checkpoint, self.files_in
-            log = work.output_folder / METRICS if self.rank == 0 else None
-            if folder == self.worker.folder:  # the host's lowest rank
-                with suppress(OSError, EOFError):  # a lost agent is detected when its messages are read
-                    for path in filter(None, [*work.files.values(), checkpoint.path if checkpoint else None, log]):
-                        self.answer = None
-                        for piece in read_pieces(path, path.name):
-                            self.pipe.send(piece)
-                        self._take_messages(lambda: self.answer is not None, None)  # other ranks will read the file
-            work = replace(
-                work,
-                output_folder=folder,
-                checkpoint=replace(checkpoint, path=folder / checkpoint.path.name) if checkpoint else None,
-                files={key: folder / path.name for key, path in work.files.items()},
-                sees_run_folder=False,
-            )
-        super().send_work(work)
-
-    def handle_message(self, message: Message) -> None:
-        """Store the state that a message reports, or write the file, result or event in the message."""
-        match message:
-            case FailureReport() if not self.worker.is_on_launcher_host:
-                self.report = replace(message, time=time.monotonic())  # not of another host's clock
-            case Exited():
-                self.exitcode, self.out_of_memory = message.code, message.out_of_memory
-            case Stack() | Notice.FILE_STORED:
-                self.answer = message
-            case results.ResultPiece() | results.Event():
-                self.results.write(message)
-            case FilePiece():
-                write_piece(self.output_folder, message)
-            case _:
-                super().handle_message(message)
-
-    def read_stack(self) -> str:
-        self.answer = None
-        self.send(Notice.READ_STACK)
-        self._take_messages(lambda: self.answer is not None, STACK_SECONDS)
-        return self.answer.text if isinstance(self.answer, Stack) else ""
-
-    def kill(self) -> None:
-        self.send(Notice.KILL)
-
-    def close(self) -> None:
-        """Wait up to 10 s for the rank's exit code and its last files, and close the pipe."""
-        self._take_messages(lambda: False, END_SECONDS)
-        self.pipe.close()
-
-    def restart(self) -> bool:
-        """Wait up to 10 s for the killed rank's exit code, and request a new start from its agent.
-
-        Returns False if no exit code comes.
-        """
-        self._take_messages(lambda: False, END_SECONDS)
-        if self.exitcode is not None:
-            self.send(Notice.RESTART)
-        return self.exitcode is not None
-
-    def _take_messages(self, is_enough: Callable[[], bool], seconds: float | None) -> None:
-        """Handle messages until ``is_enough()``, or the rank's exit code, or the end of ``seconds``.
-
-        The exit code is a rank's last message.
-        """
-        deadline = None if seconds is None else time.monotonic() + seconds
-        with suppress(EOFError, OSError):
-            while self.exitcode is None and not is_enough():
-                if not self.pipe.poll(None if deadline is None else max(0.0, deadline - time.monotonic())):
-                    return
-                self.handle_message(self.pipe.recv())
-
-
-def restart_agents(group: Sequence[RemoteHandle]) -> dict[int, WorkerConnection]:
-    """Kill the ranks, and request new starts from the living agents.
-
-    Waits up to 10 s for each rank's end. Returns the connections of the living agents by rank.
-    """
-    for handle in group:
-        handle.kill()
-    return {handle.rank: handle.worker for handle in group if handle.restart()}
 
 
 def send_work_in_turn(group: Sequence[RankHandle], work: Work, stop: StopRequest) -> None:

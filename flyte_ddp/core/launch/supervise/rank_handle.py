@@ -3,17 +3,16 @@
 import math
 import pickle
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from flyte_ddp.core.launch.supervise.failure_report import FailureReport
-from flyte_ddp.core.launch.supervise.link import PipeEnd, RankInfo
+from flyte_ddp.core.launch.supervise.link import PipeEnd
 from flyte_ddp.core.launch.supervise.messages import Assignment, Message, Notice, Saved, Writing
 from flyte_ddp.core.launch.supervise.network import LOOPBACK
-from flyte_ddp.core.launch.supervise.rank_process import start_rank
-from flyte_ddp.core.machine.process import count_out_of_memory_kills, read_stack, spawn_context
+from flyte_ddp.core.machine.process import count_out_of_memory_kills, read_stack
 
 READ_SECONDS = 0.1  # for messages of one rank, so that many messages delay neither other ranks nor requests to stop
 JOIN_SECONDS = 10.0  # for a killed process to end; a process blocked in the kernel (NFS, a GPU's driver) does not
@@ -165,16 +164,3 @@ class ProcessHandle(RankHandle):
         self.process.join(JOIN_SECONDS)
         self.pipe.close()
         self.stacks.close()
-
-
-def start_processes(group: list[RankHandle], infos: Sequence[RankInfo]) -> None:
-    """Spawn a process for each rank, and append its handle to ``group`` as soon as the process has started."""
-    for info in infos:
-        with spawn_context() as context:
-            pipe, rank_pipe = context.Pipe()
-            stacks, rank_stacks = context.Pipe(duplex=False)
-            process = context.Process(target=start_rank, args=(info, rank_pipe, rank_stacks), name=f"rank {info.rank}")
-            process.start()
-            group.append(ProcessHandle(info.rank, process, pipe, stacks))
-            rank_pipe.close()  # so that the pipe ends when the rank ends
-            rank_stacks.close()
