@@ -27,7 +27,7 @@ from flyte_ddp.core.training.training_state import TrainingState
 from flyte_ddp.models.zoo import Tutorial
 
 ACCOUNT = "FLYTE_DDP_COST_ACCOUNT"  # environment: where to
-EXCLUDE_SNAPSHOTS, COPY_AFTER_STEP = TrainingState.exclude_snapshots, Buffers.copy_after_step
+EXCLUDE_SNAPSHOTS, COPY_AFTER_STEP = TrainingState.exclude_snapshots, Buffers.copy_buffers_after_step
 CHECK_LOSS, SAVE_EPOCH, WRITE = LossWatch.check_loss, Checkpointer.save_epoch, Checkpointer._write_snapshot
 seconds: defaultdict[str, float] = defaultdict(float)
 current = {"epoch": 0}
@@ -58,7 +58,7 @@ def exclude_snapshots(state: TrainingState) -> Iterator[None]:
         around.__exit__(None, None, None)
 
 
-def copy_after_step(buffers: Buffers) -> None:
+def copy_buffers_after_step(buffers: Buffers) -> None:
     if guarded(current["epoch"]):
         with timed("buffers"):
             COPY_AFTER_STEP(buffers)
@@ -87,7 +87,7 @@ def alternate() -> None:
     patched: Any
     for patched, functions in (
         (TrainingState, {"exclude_snapshots": exclude_snapshots}),
-        (Buffers, {"copy_after_step": copy_after_step}),
+        (Buffers, {"copy_buffers_after_step": copy_buffers_after_step}),
         (LossWatch, {"check_loss": check_loss}),
         (Checkpointer, {"save_epoch": save_epoch, "_write_snapshot": write}),
     ):

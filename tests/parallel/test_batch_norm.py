@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flyte_ddp.core.parallel.batch_norm import (
+    compute_mean_running_statistics,
     has_unsynchronised_batch_norm,
     is_synchronised,
-    mean_running_statistics,
     synchronise_batch_norm,
 )
 from flyte_ddp.core.parallel.training_pass import TrainingPass
@@ -143,7 +143,7 @@ def average_by_samples() -> None:
     model = nn.Sequential(nn.BatchNorm2d(2), nn.BatchNorm2d(2, track_running_stats=False), nn.Linear(2, 2))
     model[0].running_mean.fill_(own)
     model[0].running_var.fill_(10 * own)
-    averaged = mean_running_statistics(model, samples=[30, 10, 20][dist.get_rank()])
+    averaged = compute_mean_running_statistics(model, samples=[30, 10, 20][dist.get_rank()])
     assert [id(statistic) for statistic, _ in averaged] == [id(model[0].running_mean), id(model[0].running_var)]
     mean = torch.full((2,), (0 * 30 + 1 * 10 + 2 * 20) / 60, dtype=torch.float64)
     torch.testing.assert_close([average for _, average in averaged], [mean, 10 * mean])

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flyte_ddp.core.launch.supervise.failure_report import Cause, make_failure_report
 from flyte_ddp.core.machine.clock import Clock
 from flyte_ddp.core.parallel.distributed import broadcast_object, copy_from_rank_0, gather_objects, sum_over_ranks
-from flyte_ddp.core.parallel.hang_watch import HangWatch, watch_collectives
+from flyte_ddp.core.parallel.hang_watch import HangWatch, start_hang_watch
 from flyte_ddp.core.parallel.strategies import create_gradient_sync
 from flyte_ddp.core.parallel.training_pass import TrainingPass
 from flyte_ddp.datasets.encoded.streams import StreamImages
@@ -110,7 +110,7 @@ def come_late(_: Path) -> None:
     store = dist.distributed_c10d._get_default_store()
     for name, collective in collectives().items():
         if dist.get_rank() == 0:
-            watch_collectives(0.1, lambda error, name=name: store.set(name, str(error)), lambda: Event(looks=0))
+            start_hang_watch(0.1, lambda error, name=name: store.set(name, str(error)), lambda: Event(looks=0))
         else:
             store.wait([name])
             assert store.get(name) == b"the GPU waited for other ranks for 0.1 s"

@@ -103,7 +103,7 @@ def send_changed_buffers_only() -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("values", torch.tensor([0.0, float("nan")]))
     buffers, own, sent = Buffers(model), dist.get_rank(), []
-    assert own or buffers.changed_names() == []  # a NaN that stays is no change
+    assert own or buffers.list_changed_buffers() == []  # a NaN that stays is no change
 
     def copy_and_count(tensors: list[torch.Tensor]) -> None:
         sent.append(tensors)
@@ -124,8 +124,8 @@ def send_changed_buffers_only() -> None:
         ):
             if own == writer:
                 write(value)
-            ranks_with_changes = sum_over_ranks(torch.tensor(float(buffers.differ_from_last_broadcast())))
-            buffers.copy_shared_from_rank_0(ranks_with_changes)
+            ranks_with_changes = sum_over_ranks(torch.tensor(float(buffers.stage_buffers_for_broadcast())))
+            buffers.broadcast_staged_buffers(ranks_with_changes)
             assert (str(model.values[0].item()), len(sent)) == (str(expected), broadcasts)
 
 

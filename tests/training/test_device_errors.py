@@ -21,7 +21,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import MachineError, RankError
 from flyte_ddp.core.launch.supervise.failure_report import Cause, FailureReport
 from flyte_ddp.core.launch.supervise.failures import find_first_failure
-from flyte_ddp.core.parallel.distributed import explain_failed_device, translate_collective_errors
+from flyte_ddp.core.parallel.distributed import translate_collective_errors, translate_device_errors
 from flyte_ddp.core.training.checkpointing import Checkpointer
 from flyte_ddp.run import Result
 
@@ -91,7 +91,7 @@ def test_of_a_lost_device_nothing_is_copied_and_the_checkpoint_stays(
     ],
 )
 def test_what_is_a_lost_device(error: RuntimeError, says: str | None) -> None:
-    with pytest.raises(RuntimeError) as caught, explain_failed_device("cuda:3"):
+    with pytest.raises(RuntimeError) as caught, translate_device_errors("cuda:3"):
         raise error
     assert (caught.value is error) == (says is None)
     if says is not None:

@@ -16,7 +16,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import RankError, UserError
 from flyte_ddp.core.launch import spawn
 from flyte_ddp.core.parallel import hang_watch
-from flyte_ddp.core.parallel.hang_watch import in_collective, watch_collectives
+from flyte_ddp.core.parallel.hang_watch import in_collective, start_hang_watch
 from flyte_ddp.core.parallel.training_pass import TrainingPass
 from flyte_ddp.objectives import Facts, make_objective
 
@@ -175,7 +175,7 @@ def test_a_busy_device_is_reported_while_the_host_is_blocked(monkeypatch: pytest
     reported: list[float] = []
     values = torch.zeros(3, device="cuda")
     monkeypatch.setattr(hang_watch, "_watch", None)
-    watch_collectives(1.0, lambda _: reported.append(time.monotonic()), torch.cuda.Event)
+    start_hang_watch(1.0, lambda _: reported.append(time.monotonic()), torch.cuda.Event)
     begin = time.monotonic()
     with in_collective():
         torch.cuda._sleep(BUSY_CYCLES)

@@ -34,13 +34,12 @@ class Exchange(NamedTuple):
     number: int  # of the layer among the model's BatchNorm layers, from 0
 
     def gather_from_ranks(self, numbers: Tensor, *, backward: bool = False) -> Tensor:
-        """Return all ranks' ``numbers``, fp64 [n], as [ranks, n]. Collective.
+        """Return all ranks' ``numbers`` (fp64 [n]) as a tensor [ranks, n]. Collective.
 
-        ``backward`` tells calls of the backward pass from calls of the forward pass. If ranks are at different layers,
-        ranks on GPUs hang.
+        ``backward`` is True in a backward pass. If ranks call this method for different layers, ranks on GPUs hang.
 
         Raises:
-            UserError: Ranks on CPUs are at different layers.
+            UserError: Ranks on CPUs call this method for different layers.
         """
         # The layer's number, negative in the backward pass, shows whether all ranks are at the same layer.
         place = numbers.new_full((1,), -1 - self.number if backward else 1 + self.number)
@@ -54,13 +53,13 @@ class Exchange(NamedTuple):
 
 
 def synchronise_batch_norm(model: nn.Module, this_pass: TrainingPass, *, on_one_machine: bool) -> None:
-    """Give a model's BatchNorm layers a ``forward`` that uses the statistics of all ranks. Changes ``model``.
+    """Replace the ``forward`` of a model's BatchNorm layers by a function that uses the statistics of all ranks.
 
-    A SyncBatchNorm becomes a RankedBatchNorm. Layers whose ``forward`` was set by the user, and scripted layers, stay
-    as before. This function and each forward pass in training mode are collective.
+    Changes ``model`` in place: A SyncBatchNorm becomes a RankedBatchNorm. Scripted layers and layers whose ``forward``
+    was set by the user are not changed. This function, and later each forward pass in training mode, are collective.
 
     Args:
-        this_pass: Says whether this rank's samples count in a pass.
+        this_pass: Tells in each pass whether this rank's samples count.
         on_one_machine: Whether the ranks exchange numbers by shared memory. Only for CPU ranks of one machine.
     """
     # The forward of a scripted module, or a forward that a user has set, is no method of these classes, and stays.
@@ -78,15 +77,15 @@ def synchronise_batch_norm(model: nn.Module, this_pass: TrainingPass, *, on_one_
     for number, layer in enumerate(norms):
         if isinstance(layer, nn.SyncBatchNorm):  # with torch's own forward
             layer.__class__ = RankedBatchNorm  # type: ignore[assignment]
-        forward = make_forward(Exchange(gather, this_pass, number))
+        forward = make_synchronised_forward(Exchange(gather, this_pass, number))
         layer.forward = MethodType(forward, layer)
 
 
 def can_be_synchronised(layer: nn.Module) -> bool:
-    """Return whether a layer normalises by torch's BatchNorm, by the code of its class.
+    """Return whether :func:`synchronise_batch_norm` can replace the ``forward`` of a layer's class.
 
-    Accepts torch's own ``forward``. Also accepts a subclass of BatchNorm whose ``forward`` mentions ``batch_norm``, or
-    both ``super`` and ``forward``.
+    Only the code is inspected. The ``forward`` must be torch's, or a subclass's that mentions ``batch_norm`` or calls
+    ``super().forward``.
     """
     forward = type(layer).forward
     if forward in KNOWN_FORWARDS:
@@ -113,20 +112,20 @@ class Statistics(NamedTuple):
     eps: float
 
 
-def make_forward(exchange: Exchange) -> Callable[[_BatchNorm, Tensor], Tensor]:
-    """Return a ``forward`` for BatchNorm layers that normalises over all ranks' samples in training mode.
+def make_synchronised_forward(exchange: Exchange) -> Callable[[_BatchNorm, Tensor], Tensor]:
+    """Return a ``forward`` for a BatchNorm layer that normalises over all ranks' samples in training mode.
 
-    ``exchange`` gathers the numbers of all ranks. If a user-defined layer does not call ``functional.batch_norm`` on
-    all samples, the function's attribute ``over_ranks`` becomes False. Then only the forward of the layer's class is
-    called.
+    ``exchange`` gathers the numbers of all ranks. The attribute ``over_ranks`` of the returned function is True. If a
+    user-defined layer does not call ``functional.batch_norm`` on all samples, the attribute becomes False. From then
+    on, the function only calls the ``forward`` of the layer's class.
     """
 
     # A pickled model has torch's layers, because pickle saves a bound method as its object and its name.
     def forward(layer: _BatchNorm, values: Tensor) -> Tensor:
         """Return the values [N, C, ...] normalised for each channel. N may differ between ranks.
 
-        Collective in training mode, where running statistics are updated. In evaluation mode, calls the forward of the
-        layer's class. If ranks are at different layers, ranks on GPUs hang.
+        In training mode, updates the running statistics, and is collective. In evaluation mode, calls the ``forward``
+        of the layer's class. If ranks are at different layers, ranks on GPUs hang.
 
         Raises:
             UserError: Ranks on CPUs are at different layers.
@@ -196,8 +195,7 @@ class GlobalNormalisation(torch.autograd.Function):
     ) -> Tensor:
         """Normalise by all ranks' statistics, and update the layer's running statistics. Collective.
 
-        A rank whose samples do not count, or without values, adds nothing to the statistics. The values are normalised
-        all the same.
+        If this rank's samples do not count, the values are normalised, but add nothing to the statistics.
 
         Args:
             values: This rank's values [N, C, ...].
@@ -236,8 +234,8 @@ class GlobalNormalisation(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
         """Return the gradients of values, weight and bias. Collective.
 
-        The gradient of the values takes account of the statistics, which depend on all ranks' values. The gradients of
-        weight and bias are of this rank's values alone.
+        The gradient of the values contains the path through the statistics of all ranks. The gradients of weight and
+        bias are sums over this rank's values alone.
 
         Raises:
             UserError: Ranks on CPUs are at different layers. Ranks on GPUs hang.
@@ -268,9 +266,12 @@ class GlobalNormalisation(torch.autograd.Function):
 
 
 def compute_global_statistics(values: Tensor, gather: Gather, *, has_values: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean [C], biased variance [C] and count (a scalar) of all ranks' values [N, C, ...], as fp64. Collective.
+    """Return the mean and variance of each channel over all ranks' values [N, C, ...]. Collective.
 
     If ``has_values`` is False, this rank's values do not count. ``gather`` is called once.
+
+    Returns:
+        Mean [C], biased variance [C], and the number of values in a channel (a scalar), all fp64.
     """
     # Each rank's mean and sum of squared deviations are gathered in one exchange, and combined in the order of the
     # ranks: Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983. Sums of plain squares would
@@ -290,29 +291,29 @@ def compute_global_statistics(values: Tensor, gather: Gather, *, has_values: boo
     return mean, variance, total
 
 
-def per_rank_norm_layers(model: nn.Module) -> list[_BatchNorm]:
-    """Return the BatchNorm layers in training mode that use the statistics of a single rank's samples.
+def list_unsynchronised_batch_norms(model: nn.Module) -> list[_BatchNorm]:
+    """Return the BatchNorm layers in training mode that :func:`synchronise_batch_norm` has not changed.
 
-    On one rank, returns all BatchNorm layers in training mode.
+    These layers use the statistics of this rank's samples only.
     """
     norms = (module for module in model.modules() if isinstance(module, _BatchNorm) and module.training)
     return [norm for norm in norms if not is_synchronised(norm)]
 
 
 def has_unsynchronised_batch_norm(model: nn.Module, synchronised: bool) -> bool:
-    """Return whether, on several ranks, a BatchNorm layer in training mode normalises by a single rank's samples.
+    """Return whether a BatchNorm layer in training mode would use only its rank's samples on several ranks.
 
-    ``synchronised`` is the hyperparameter ``sync_batchnorm``. May be called on one rank, to learn about several.
+    ``synchronised`` is the hyperparameter ``sync_batchnorm``. The answer is the same on one rank and on several ranks.
     """
-    layers = per_rank_norm_layers(model)  # on one rank no layer is replaced, so all are here
+    layers = list_unsynchronised_batch_norms(model)  # on one rank no layer is replaced, so all are here
     return any(not synchronised or "forward" in vars(layer) or not can_be_synchronised(layer) for layer in layers)
 
 
 @contextmanager
 @torch.no_grad()  # not in the block
-def restore_running_statistics(model: nn.Module) -> Iterator[None]:
-    """Restore the running statistics of per-rank BatchNorm layers after the block, also after an exception."""
-    statistics = [buffer for layer in per_rank_norm_layers(model) for buffer in layer.buffers()]
+def preserve_running_statistics(model: nn.Module) -> Iterator[None]:
+    """Restore the running statistics of unsynchronised BatchNorm layers after the block, also after an exception."""
+    statistics = [buffer for layer in list_unsynchronised_batch_norms(model) for buffer in layer.buffers()]
     before = [statistic.clone() for statistic in statistics]
     try:
         yield
@@ -322,15 +323,15 @@ def restore_running_statistics(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def mean_running_statistics(model: nn.Module, samples: int) -> list[tuple[Tensor, Tensor]]:
-    """Return each running statistic of per-rank BatchNorm layers with the mean over the ranks. Collective.
+def compute_mean_running_statistics(model: nn.Module, samples: int) -> list[tuple[Tensor, Tensor]]:
+    """Average the running statistics of unsynchronised BatchNorm layers over the ranks, without changing the model.
 
-    The mean is weighted by ``samples``, the rank's number of samples. The model is not changed.
+    Collective. Each rank's statistics are weighted by the rank's ``samples``, a number.
 
     Returns:
-        Pairs of a layer's buffer and its mean, in fp64. Empty if there is no such layer.
+        Pairs of a layer's buffer (such as ``running_mean``) and the average, in fp64. Empty without such layers.
     """
-    layers = per_rank_norm_layers(model)
+    layers = list_unsynchronised_batch_norms(model)
     statistics = [value for layer in layers for value in (layer.running_mean, layer.running_var) if value is not None]
     if not statistics:
         return []

@@ -42,10 +42,10 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def group_timeout(limit: float, *, on_gpu: bool) -> timedelta:
-    """Return the time limit of a process group.
+def choose_group_timeout(limit: float, *, on_gpu: bool) -> timedelta:
+    """Return the time limit for a process group: ``limit`` seconds on CPUs, and 60 s more on GPUs.
 
-    NCCL's limit is longer, because the hang watch must report before NCCL aborts the process.
+    Thus the hang watch reports before NCCL aborts the process.
     """
     return timedelta(seconds=limit + (NCCL_GRACE_SECONDS if on_gpu else 0.0))
 
@@ -69,7 +69,7 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 def gather_numbers(numbers: Tensor) -> Tensor:
-    """Return all ranks' ``numbers``, [n], as [ranks, n], by rank. Collective, with the same n on all ranks."""
+    """Return all ranks' ``numbers`` as a tensor [ranks, n]. Collective. All ranks must pass equally many."""
     of_ranks = numbers.new_zeros(world_size(), numbers.numel())
     of_ranks[rank()] = numbers
     return sum_over_ranks(of_ranks)
@@ -78,10 +78,10 @@ def gather_numbers(numbers: Tensor) -> Tensor:
 def copy_from_rank_0(tensors: Iterable[Tensor]) -> None:
     """Overwrite all ranks' tensors with rank 0's values. Collective.
 
-    All ranks must give equal numbers, shapes and types of tensors. Sparse and expanded tensors are skipped. Must not be
-    called without a process group.
+    Number, shapes and types of the tensors must be equal on all ranks. Sparse and expanded tensors are skipped. A
+    process group must exist.
     """
-    for tensor in filter(has_own_elements, tensors):
+    for tensor in filter(has_separate_elements, tensors):
         # Sent as the bytes of a dense copy, because gloo ignores strides and does not know all types.
         value = tensor.detach().resolve_conj().resolve_neg().contiguous()
         with in_collective():
@@ -90,18 +90,15 @@ def copy_from_rank_0(tensors: Iterable[Tensor]) -> None:
             tensor.detach().copy_(value)
 
 
-def has_own_elements(tensor: Tensor) -> bool:
-    """Return whether each element of the tensor has a separate place in memory.
-
-    Only sparse layouts and dimensions with stride 0 (expanded) give False. Other views that overlap are not detected.
-    """
+def has_separate_elements(tensor: Tensor) -> bool:
+    """Return whether a tensor is neither sparse nor expanded (stride 0). Other overlaps in memory are not detected."""
     return tensor.layout == torch.strided and all(
         stride > 0 or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
 
 
 def broadcast_object(value: Value) -> Value:
-    """Return rank 0's value. Collective.
+    """Return rank 0's value on all ranks. Collective.
 
     All ranks' values are pickled and sent, so values should be small. Without a process group, returns ``value``.
     """
@@ -109,7 +106,10 @@ def broadcast_object(value: Value) -> Value:
 
 
 def gather_objects(value: Value) -> list[Value]:
-    """Return all ranks' values, by rank. Collective. Values are pickled, and a process without a group is alone."""
+    """Return the list of all ranks' values, in the order of the ranks. Collective.
+
+    Values are pickled. Without a process group, the list has only ``value``.
+    """
     if not dist.is_initialized():
         return [value]
     values = [value] * world_size()
@@ -120,9 +120,10 @@ def gather_objects(value: Value) -> list[Value]:
 
 @contextmanager
 def hide_process_group() -> Iterator[None]:
-    """Make torch.distributed look uninitialised in the block, in all threads of this process.
+    """Make torch.distributed look uninitialised during the block, in all threads of this process.
 
-    The block must call no collective. For example, torchmetrics on one rank then does not wait for other ranks.
+    For example, torchmetrics then computes on one rank without waiting for other ranks. The block must call no
+    collective.
     """
     group, dist.group.WORLD = dist.group.WORLD, None
     try:
@@ -134,8 +135,8 @@ def hide_process_group() -> Iterator[None]:
 def patch_collective_wait() -> None:
     """Make ``torch.distributed.Work.wait`` in this process raise CollectiveError in place of RuntimeError, from now on.
 
-    If the wait lasted as long as the time limit, the error is a CollectiveTimeoutError. Blocking functions of torch
-    call this method, also in user code. Waits in C++, as in DistributedDataParallel, are not changed.
+    If the wait lasted as long as the time limit, the error is a CollectiveTimeoutError. The change also affects torch's
+    blocking collectives, and user code. It does not affect waits in C++, as in DistributedDataParallel.
     """
 
     def wait(work: dist.Work, timeout: timedelta = GROUP_TIMEOUT) -> bool:
@@ -149,9 +150,14 @@ def patch_collective_wait() -> None:
 def translate_collective_errors(since: float | None = None) -> Iterator[None]:
     """Turn a RuntimeError of the block into a CollectiveError. The block must only wait for other ranks.
 
-    If 90 % of ``timeout_seconds`` have passed since ``since``, the error is a CollectiveTimeoutError. ``since`` is a
-    time of ``time.monotonic()``, and None means the start of the block. Errors of this rank's device pass:
-    torch.AcceleratorError and torch.OutOfMemoryError.
+    Errors of this rank's device (torch.AcceleratorError, torch.OutOfMemoryError) are raised unchanged.
+
+    Args:
+        since: The time when the wait began, of ``time.monotonic()``. None means the start of the block.
+
+    Raises:
+        CollectiveTimeoutError: The block failed after 90 % or more of ``timeout_seconds``.
+        CollectiveError: The block failed earlier.
     """
     begin = time.monotonic() if since is None else since
     try:
@@ -167,10 +173,10 @@ def translate_collective_errors(since: float | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def explain_failed_device(device: str) -> Iterator[None]:
-    """Turn a RuntimeError of the block about a failed device into a MachineError. Other errors pass.
+def translate_device_errors(device: str) -> Iterator[None]:
+    """Turn a RuntimeError of the block into a MachineError, if CUDA's message says that the device has failed.
 
-    The error names ``device`` and the host. A failure is known by CUDA's messages.
+    The MachineError names ``device`` and the host. Other errors are raised unchanged.
     """
     try:
         yield
@@ -185,8 +191,8 @@ def explain_failed_device(device: str) -> Iterator[None]:
 
 
 @contextmanager
-def explain_full_device(fix: str) -> Iterator[None]:
-    """Replace torch's advice by ``fix`` in the block's torch.OutOfMemoryError. Other errors pass."""
+def explain_out_of_memory(fix: str) -> Iterator[None]:
+    """Replace torch's advice by ``fix`` in a torch.OutOfMemoryError of the block. Other errors are not changed."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -23,18 +23,21 @@ OPTIONS: dict[str, Any] = {"triton.prefer_nd_tiling": True, "realize_opcount_thr
 
 
 def make_dropout_rank_independent(model: nn.Module, this_pass: TrainingPass, *, fused_on: str = "cuda") -> None:
-    """Give the model's dropout layers a ``forward`` that draws random numbers for each sample from ``this_pass``.
+    """Replace the ``forward`` of a model's dropout layers, so that each sample is dropped by its own random numbers.
 
-    Changes Dropout, Dropout1d, 2d and 3d, and torchvision's StochasticDepth in mode "row". Does not change other
-    layers, layers with another ``forward``, and scripted modules. Sets ``has_dropout`` of ``this_pass`` if a layer was
-    changed. On devices of the type ``fused_on``, one compiled kernel draws and drops.
+    Changes Dropout, Dropout1d, 2d and 3d, and torchvision's StochasticDepth in mode "row". Scripted layers and layers
+    whose ``forward`` was set by the user are not changed. Sets ``has_dropout`` of ``this_pass`` if a layer was changed.
+
+    Args:
+        this_pass: Gives the random states of the samples.
+        fused_on: The type of devices on which a compiled kernel computes dropout.
     """
 
     # A pickled model has torch's layers, because pickle saves a bound method as its object and its name.
     def forward(layer: nn.Module, values: Tensor) -> Tensor:
-        """Return the values [N, ...] with dropout.
+        """Return the values [N, ...] with dropout in training mode, else unchanged.
 
-        If N is not the number of samples in the pass, calls the forward of the layer's class.
+        If N is not the number of samples in the pass, calls the ``forward`` of the layer's class.
         """
         if not layer.training or layer.p == 0.0:
             return values
@@ -42,7 +45,7 @@ def make_dropout_rank_independent(model: nn.Module, this_pass: TrainingPass, *, 
             drawn: Tensor = type(layer).forward(layer, values)
             return drawn
         fused = values.device.type == fused_on
-        return drop_values(layer, values, this_pass.begin_call(), this_pass.increment, fused=fused)
+        return drop_values(layer, values, this_pass.take_dropout_states(), this_pass.increment, fused=fused)
 
     replaced = {kind.forward for kind in (nn.Dropout, *CHANNELS)}
     # A model can hold torchvision's layer only if torchvision has been imported.
@@ -60,10 +63,10 @@ def drop_values(layer: nn.Module, values: Tensor, states: Tensor, increment: Ten
     """Return the values [N, ...] with the layer's dropout. If the layer is ``inplace``, changes and returns ``values``.
 
     Args:
-        layer: The dropout layer, whose class decides what drops together, and with which probability.
-        states: Random states of the samples, int64 [N], which decide what is dropped.
+        layer: The dropout layer. Its class decides whether single values, channels or samples are dropped.
+        states: Random states of the samples, int64 [N], from which the mask is drawn.
         increment: SplitMix64's increment, an int64 scalar on the device.
-        fused: Whether a compiled kernel draws and drops, where the compiler works.
+        fused: Whether to use a compiled kernel, if the compiler works on this device.
     """
     p: float = layer.p  # type: ignore[assignment]
     inplace = getattr(layer, "inplace", False)
@@ -76,14 +79,14 @@ def drop_values(layer: nn.Module, values: Tensor, states: Tensor, increment: Ten
     shape = values.shape[1:leading]
     compiling = torch.compiler.is_compiling()
     if values.is_floating_point() and (compiling or (fused and values.numel() and values.device.type not in FAILED)):
-        dropped: Tensor = Redrawn.apply(values, states, increment, len(shape), p)
+        dropped: Tensor = RedrawnDropout.apply(values, states, increment, len(shape), p)
         return values.copy_(dropped) if inplace else dropped
     kept = draw_mask_compiled(states, increment, shape, round(p * 2**40)) if compiling else draw_mask(states, shape, p)
     return apply_mask(values, kept, 1.0 / (1.0 - p), inplace=inplace)
 
 
 def apply_mask(values: Tensor, kept: Tensor, scale: float, *, inplace: bool = False) -> Tensor:
-    """Return the values times ``scale`` where ``kept`` is True, else 0.
+    """Return ``values`` multiplied by ``scale`` where ``kept`` is True, and 0 elsewhere.
 
     ``kept`` [N, ...] has the leading dimensions of ``values``. With ``inplace``, changes and returns ``values``.
     """
@@ -92,12 +95,12 @@ def apply_mask(values: Tensor, kept: Tensor, scale: float, *, inplace: bool = Fa
 
 
 def draw_mask(states: Tensor, shape: torch.Size, p: float) -> Tensor:
-    """Return a mask, bool [N, *shape], that is False with probability ``p`` (to 2**-40).
+    """Return a random mask, bool [N, *shape], that is False with probability ``p`` (rounded to 2**-40).
 
-    ``states``, int64 [N], are the random states of N samples. The mask of a sample depends on its state alone.
+    ``states`` are the random states of N samples, int64 [N]. A sample's mask depends on the sample's state alone.
     """
     # Each 64-bit word of SplitMix64 gives four values 16 bits each.
-    threshold = round_probability(states, round(p * 2**40))
+    threshold = draw_rounded_thresholds(states, round(p * 2**40))
     count = math.prod(shape)
     steps = torch.arange(1, (count + 3) // 4 + 1, device=states.device) * GOLDEN
     kept = torch.empty(len(states), count, dtype=torch.bool, device=states.device)
@@ -112,16 +115,18 @@ def draw_mask(states: Tensor, shape: torch.Size, p: float) -> Tensor:
     return kept.view(len(states), *shape)
 
 
-def round_probability(states: Tensor, probability: int | Tensor) -> Tensor:
-    """Return int16 thresholds [N, 1]: ``probability``, in units of 2**-40, rounded at random by ``states`` [N]."""
+def draw_rounded_thresholds(states: Tensor, probability: int | Tensor) -> Tensor:
+    """Round ``probability`` (in units of 2**-40) to an int16 threshold for each sample, up or down at random.
+
+    Returns:
+        The thresholds [N, 1], which depend on ``states`` [N].
+    """
     threshold = ((mix_bits_in_place(states.clone()) & (2**24 - 1)) + probability) >> 24
     return (threshold.clamp(max=2**16 - 1) - 2**15).to(torch.int16)[:, None]
 
 
 def draw_mask_compiled(states: Tensor, increment: Tensor, shape: torch.Size, probability: int | Tensor) -> Tensor:
-    """Return a mask, bool [N, *shape], by operations that compile to one kernel.
-
-    The mask has the same bits as the mask of :func:`draw_mask`.
+    """Return the mask of :func:`draw_mask`, bool [N, *shape], by operations that torch.compile fuses to one kernel.
 
     Args:
         states: Random states of N samples, int64 [N].
@@ -132,55 +137,58 @@ def draw_mask_compiled(states: Tensor, increment: Tensor, shape: torch.Size, pro
     # Uses shifts, because compiled code that views int64 as int16 writes beyond the tensor's end (torch 2.15, CPU).
     positions = torch.arange(math.prod(shape), device=states.device)
     words = mix_bits_in_place(states[:, None] + ((positions >> 2) + 1) * increment)
-    kept = (words >> ((positions & 3) * 16)).to(torch.int16) >= round_probability(states, probability)
+    kept = (words >> ((positions & 3) * 16)).to(torch.int16) >= draw_rounded_thresholds(states, probability)
     return kept.view(len(states), *shape)
 
 
-class Redrawn(torch.autograd.Function):
-    """Drops values by a mask that the backward pass draws again. Only the samples' states are stored."""
+class RedrawnDropout(torch.autograd.Function):
+    """Dropout whose backward pass draws the mask again. Only the samples' states are stored between the passes."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, states: Tensor, *others: Any) -> Tensor:  # others: as of draw_and_drop
+    def forward(
+        ctx: Any, values: Tensor, states: Tensor, *others: Any
+    ) -> Tensor:  # others: as of drop_by_compiled_kernel
         # Inverted, because torch's compiler would store the mask if it saw that both passes draw the same mask.
         ctx.save_for_backward(~states if torch.compiler.is_compiling() else states)
         ctx.others = others
-        return draw_and_drop(values, states, *others)
+        return drop_by_compiled_kernel(values, states, *others)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         [states] = ctx.saved_tensors
         states = ~states if torch.compiler.is_compiling() else states
-        return Redrawn.apply(gradient, states, *ctx.others), *[None] * 4
+        return RedrawnDropout.apply(gradient, states, *ctx.others), *[None] * 4
 
 
-def draw_and_drop(values: Tensor, states: Tensor, increment: Tensor, drawn: int, p: float) -> Tensor:
-    """Return the values with dropout, by a compiled kernel. Compiles at the first call with a layout.
+def drop_by_compiled_kernel(values: Tensor, states: Tensor, increment: Tensor, mask_dims: int, p: float) -> Tensor:
+    """Return the values [N, ...] with dropout, computed by a compiled kernel.
 
-    If compiling fails, warns, and uses no compiled kernels on this type of device from then on.
+    The first call with a memory layout compiles the kernel, and keeps it for later calls. If compiling fails, warns,
+    and computes without compiled kernels on this type of device from then on.
 
     Args:
         states: Random states of the samples, int64 [N].
         increment: SplitMix64's increment, an int64 scalar on the device.
-        drawn: Each index of the first ``drawn`` dimensions after N has a separate random number.
+        mask_dims: The number of dimensions after N along which the mask varies.
         p: Probability that a value is dropped.
     """
     scale, shape, device = 1.0 / (1.0 - p), values.shape, values.device
     if torch.compiler.is_compiling():
-        return draw_fused(values, states, increment, drawn, (round(p * 2**40), scale))
+        return compute_fused_dropout(values, states, increment, mask_dims, (round(p * 2**40), scale))
     if 0 in values.stride():  # as in the gradient of a mean
         values = values.contiguous()
     if values.is_contiguous():  # one kernel serves any number of dimensions
-        values, drawn = values.view(len(values), shape[1 : 1 + drawn].numel(), -1), 1
+        values, mask_dims = values.view(len(values), shape[1 : 1 + mask_dims].numel(), -1), 1
     values = values.data  # no view: torch compiles again for each size of a view's base; needs no gradient
-    probability = put_number(round(p * 2**40), torch.int64, device)
-    numbers = probability, put_number(scale, torch.promote_types(values.dtype, torch.float32), device)
+    probability = get_cached_scalar(round(p * 2**40), torch.int64, device)
+    numbers = probability, get_cached_scalar(scale, torch.promote_types(values.dtype, torch.float32), device)
     order = sorted(range(values.dim()), key=values.stride().__getitem__)
-    key = (device, values.dtype, drawn, *order, *(size == 1 for size in values.shape))
+    key = (device, values.dtype, mask_dims, *order, *(size == 1 for size in values.shape))
     if key in COMPILED:
-        return COMPILED[key](values, states, increment, drawn, numbers).view(shape)
+        return COMPILED[key](values, states, increment, mask_dims, numbers).view(shape)
     try:
-        compiled = compile_copy(draw_fused)
-        result = compiled(values, states, increment, drawn, numbers).view(shape)
+        compiled = compile_copy(compute_fused_dropout)
+        result = compiled(values, states, increment, mask_dims, numbers).view(shape)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -190,37 +198,39 @@ def draw_and_drop(values: Tensor, states: Tensor, increment: Tensor, drawn: int,
             f"Triton and a C compiler ({type(error).__name__}: {str(error).partition(chr(10))[0]})",
             stacklevel=2,
         )
-        return apply_mask(values, draw_mask(states, values.shape[1 : 1 + drawn], p), scale).view(shape)
+        return apply_mask(values, draw_mask(states, values.shape[1 : 1 + mask_dims], p), scale).view(shape)
     COMPILED[key] = compiled
     return result
 
 
 def compile_copy(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a compiled copy of the function.
+    """Return a copy of the function, compiled by torch.compile.
 
-    A copy has a separate code object, because torch rejects more than 8 variants of one code object.
+    Each copy has a separate code object, because torch rejects more than 8 variants of a code object.
     """
     copied = FunctionType(function.__code__.replace(), globals())
     return torch.compile(copied, fullgraph=True, dynamic=True, options=OPTIONS)
 
 
-def draw_fused(values: Tensor, states: Tensor, increment: Tensor, drawn: int, numbers: tuple[Any, Any]) -> Tensor:
-    """Return the values with dropout, computed in one kernel when compiled.
+def compute_fused_dropout(
+    values: Tensor, states: Tensor, increment: Tensor, mask_dims: int, numbers: tuple[Any, Any]
+) -> Tensor:
+    """Return the values [N, ...] with dropout. torch.compile makes a single kernel of this function.
 
     Args:
         states: Random states of the samples, int64 [N].
         increment: SplitMix64's increment, an int64 scalar on the device.
-        drawn: Each index of the first ``drawn`` dimensions after N has a separate random number.
+        mask_dims: The number of dimensions after N along which the mask varies.
         numbers: The probability of dropping, in units of 2**-40, and the factor of the values that stay.
     """
     probability, scale = numbers
-    kept = draw_mask_compiled(states, increment, values.shape[1 : 1 + drawn], probability)
+    kept = draw_mask_compiled(states, increment, values.shape[1 : 1 + mask_dims], probability)
     kept = kept.view(*kept.shape, *[1] * (values.dim() - kept.dim()))
     product: Tensor = values.to(torch.promote_types(values.dtype, torch.float32)) * kept * scale
     return product.to(values.dtype)
 
 
 @functools.lru_cache(1024)
-def put_number(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the number as a tensor on the device. Later calls return the same tensor, which must not be changed."""
+def get_cached_scalar(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the number as a scalar tensor on the device. The tensor is cached, and must not be changed."""
     return torch.tensor(number, dtype=dtype, device=device)

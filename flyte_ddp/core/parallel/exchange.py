@@ -30,11 +30,10 @@ class RankExchange:
 
     @contextmanager
     def enable_across_ranks(self, *, has_samples: bool) -> Iterator[None]:
-        """Let :func:`across_ranks` exchange values in the block.
+        """Let :func:`across_ranks` exchange values between ranks during the block.
 
-        Sets a global variable of the process. Do not nest blocks. The end of an inner block would end the exchange of
-        the outer block, without an error. If ``has_samples`` is False, this rank takes part in each exchange, but no
-        row of this rank is gathered.
+        Sets a global variable of the process. Do not nest blocks, because the end of an inner block also ends the
+        outer block's exchange. If ``has_samples`` is False, this rank takes part in each exchange, but adds no rows.
         """
         global _exchange  # noqa: PLW0603 (a user's function, which calls across_ranks, is not given the training)
         self.has_samples, _exchange = has_samples, self
@@ -43,14 +42,14 @@ class RankExchange:
         finally:
             _exchange = None
 
-    def open_group(self, *, on_gpu: bool) -> Any:
-        """Return a process group of all ranks for these exchanges alone.
+    def get_or_create_group(self, *, on_gpu: bool) -> Any:
+        """Return the process group of all ranks that only :func:`across_ranks` uses.
 
         The first call creates the group, and is collective. ``on_gpu`` tells whether the values are on a GPU, which
         decides the time limit.
         """
         if self.group is None:
-            limit = distributed.group_timeout(distributed.timeout_seconds, on_gpu=on_gpu)
+            limit = distributed.choose_group_timeout(distributed.timeout_seconds, on_gpu=on_gpu)
             with translate_collective_errors(), in_collective():
                 self.group = dist.new_group(timeout=limit)
         return self.group
@@ -59,14 +58,13 @@ class RankExchange:
 def across_ranks(values: Tensor) -> tuple[Tensor, Tensor]:
     """Gather a batch's rows from all ranks, for losses that compare the samples of a batch. Collective.
 
-    Call this function in ``losses`` of an objective. The gradient of each row flows back to the row's rank. If
-    ``losses`` returns an unscaled loss for each of this rank's samples, a step equals the step of a single process. All
-    ranks must call this function equally often, and use the result in their losses. Ranks wait for each other. A rank
-    without samples adds no row.
+    Call this function in ``losses`` of an objective. All ranks must call this function equally often, and use the
+    result in the losses. Ranks wait for each other. A rank without samples adds no row. The gradient of each row flows
+    back to the row's rank. If ``losses`` returns an unscaled loss for each of this rank's samples, a step equals the
+    step of a single process.
 
-    On one rank, and in an evaluation, returns ``values`` and 0..n-1. In an evaluation, each batch of
-    ``test_batch_size`` is whole on one rank. To compare all samples of a split, use ``measure``, which gets whole
-    columns.
+    On one rank, and in an evaluation, returns ``values`` and 0..n-1 without waiting. In an evaluation, each batch of
+    ``test_batch_size`` is whole on one rank. To compare all samples of a split, use ``measure``.
 
     Args:
         values: This rank's rows [n, ...].
@@ -87,9 +85,11 @@ def across_ranks(values: Tensor) -> tuple[Tensor, Tensor]:
         raise UserError(_exchange.refusal)
     if _exchange is None or world_size() == 1:
         return values, torch.arange(len(values), device=values.device)
-    group = _exchange.open_group(on_gpu=values.is_cuda)
+    group = _exchange.get_or_create_group(on_gpu=values.is_cuda)
     counted = len(values) if _exchange.has_samples else 0
-    shapes = torch.stack(gather_equal(torch.tensor([counted, *values.shape[1:]], device=values.device), group)).tolist()
+    shapes = torch.stack(
+        gather_equal_shapes(torch.tensor([counted, *values.shape[1:]], device=values.device), group)
+    ).tolist()
     if any(shape[1:] != shapes[0][1:] for shape in shapes):
         raise UserError(
             f"across_ranks: the ranks' values have shapes {', '.join(map(str, shapes))}: must be equal except for the "
@@ -106,19 +106,19 @@ class GatheredRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, lengths: list[int], group: Any) -> Tensor:
-        """Return the rows [N, ...]: the first ``lengths[rank]`` of each rank's values."""
+        """Return all ranks' rows [N, ...], in the order of the ranks. Collective. ``lengths`` has each rank's rows."""
         ctx.lengths, ctx.group, ctx.shape = lengths, group, values.shape
         padded = values.new_zeros(max(lengths), *values.shape[1:])
         padded[: lengths[rank()]] = values[: lengths[rank()]]
-        parts = gather_equal(padded, group)
+        parts = gather_equal_shapes(padded, group)
         return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
 
     @staticmethod
     @once_differentiable  # the returned gradient is computed without a graph
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradient of this rank's values.
+        """Return the gradient of this rank's values: the sum of all ranks' gradients of these rows. Collective.
 
-        The gradient of a gathered row is the sum of all ranks' gradients. The gradient of other rows is 0.
+        Rows that were not gathered get gradient 0.
         """
         total = gradients[0].clone(memory_format=torch.contiguous_format)
         with in_collective():
@@ -128,10 +128,10 @@ class GatheredRows(torch.autograd.Function):
         return gradient, None, None
 
 
-def gather_equal(values: Tensor, group: Any) -> list[Tensor]:
-    """Return the tensors of all ranks of ``group``, by rank. Collective.
+def gather_equal_shapes(values: Tensor, group: Any) -> list[Tensor]:
+    """Return the list of all ranks' ``values``, in the order of the ranks. Collective.
 
-    Shapes and types must be equal on all ranks.
+    Shape and type must be equal on all ranks.
     """
     gathered = [*values.new_empty(world_size(), *values.shape)]
     with in_collective():

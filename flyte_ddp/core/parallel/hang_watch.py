@@ -22,11 +22,11 @@ POLL_SECONDS = 0.25
 _watch: HangWatch | None = None
 
 
-def watch_collectives(limit: float, report: Callable[[BaseException], object], new_event: Callable[[], Any]) -> None:
-    """Start a daemon thread that calls ``report`` once, if a collective of this library takes over ``limit`` seconds.
+def start_hang_watch(limit: float, report: Callable[[BaseException], object], new_event: Callable[[], Any]) -> None:
+    """Start a daemon thread that calls ``report`` if a collective of this library takes over ``limit`` seconds.
 
-    Call this function in the rank's main thread, whose stack is reported. A second call replaces the watch. If the
-    device fails, the thread ends without a report.
+    Reports once, with the stack of the thread that calls this function. Call this function in the rank's main thread. A
+    second call replaces the watch. If the device fails, the thread ends without a report.
 
     Args:
         limit: Seconds that a collective may take.
@@ -39,17 +39,17 @@ def watch_collectives(limit: float, report: Callable[[BaseException], object], n
 
 
 def in_collective() -> AbstractContextManager[None]:
-    """Return a context manager that records its block as a collective, for the hang watch.
+    """Return a context manager that records its block as a collective, so that the hang watch reports a hang.
 
-    Use a context manager once. Without a hang watch in this process, nothing is recorded.
+    Use each context manager once. Does nothing in a process without a hang watch.
     """
     return nullcontext() if _watch is None else _watch.in_collective()
 
 
 def watch_async_collective(work: Any) -> None:
-    """Let the hang watch, if any, watch a ``torch.distributed.Work`` until the work is completed.
+    """Let the hang watch watch ``work``, a ``torch.distributed.Work``, until the work is completed. Does not wait.
 
-    The work's tensors live up to 0.25 s longer.
+    The work's tensors are released up to 0.25 s later. Does nothing in a process without a hang watch.
     """
     if _watch is not None:
         _watch.entered.append((time.monotonic(), work.is_completed))
@@ -84,15 +84,15 @@ class HangWatch:
             left = True
 
     def has_overdue_collective(self) -> bool:
-        """Return whether the oldest unfinished collective is overdue. Forgets finished collectives."""
+        """Return whether the oldest unfinished collective is overdue. Removes finished collectives from ``entered``."""
         while self.entered and self.entered[0][1]():
             self.entered.popleft()
         return bool(self.entered) and time.monotonic() - self.entered[0][0] > self.limit
 
     def watch_until_overdue(self) -> None:
-        """Wait until a collective is overdue, and then call ``report`` with an error that has the main thread's stack.
+        """Wait until a collective is overdue, then call ``report`` with an error that has the main thread's stack.
 
-        Returns without a report if the device has failed.
+        If the device fails, returns without a report.
         """
         try:
             while not self.has_overdue_collective():

@@ -43,10 +43,9 @@ class NodeMemory:
         os.close(file)
 
     def _create_and_send_memory(self, size: int) -> int:
-        """Create the memory on rank 0, and send it to all other ranks. Waits for all ranks, and keeps a socket to each.
+        """Create shared memory of ``size`` bytes on rank 0, and send its file descriptor to all other ranks.
 
-        Returns:
-            The file descriptor of the memory.
+        Waits for all ranks, and keeps a socket to each rank in ``peers``. Returns the file descriptor.
         """
         # A name that starts with \0 is in no file system, and found by processes of the same network namespace only.
         address = f"\0flyte-ddp-{secrets.token_hex(16)}"
@@ -64,7 +63,7 @@ class NodeMemory:
         return file
 
     def _receive_memory(self) -> int:
-        """Connect to rank 0, keep the socket, and return the file descriptor of the memory that rank 0 sends."""
+        """Connect to rank 0, wait for the shared memory, and return its file descriptor. Keeps the socket."""
         self.peers[0] = peer = create_socket()
         peer.connect(broadcast_object(""))
         peer.send(str(rank()).encode())
@@ -94,10 +93,10 @@ class NodeMemory:
 class NodeGather:
     """Gathers a few numbers of all ranks of one machine, faster than gloo. Creation is collective."""
 
-    def __init__(self, most: int) -> None:
-        """Map memory for at most ``most`` numbers of a rank in a call. Collective."""
-        self.memory = NodeMemory(world_size() * most * torch.float64.itemsize)
-        self.places = self.memory.halves.view(torch.float64).view(2, world_size(), most)
+    def __init__(self, max_numbers: int) -> None:
+        """Map memory for at most ``max_numbers`` numbers of a rank in a call. Collective."""
+        self.memory = NodeMemory(world_size() * max_numbers * torch.float64.itemsize)
+        self.places = self.memory.halves.view(torch.float64).view(2, world_size(), max_numbers)
 
     def __call__(self, numbers: Tensor) -> Tensor:
         """Return all ranks' ``numbers``, fp64 [n], as [ranks, n], by rank. Collective, with the same n on all ranks."""
@@ -110,17 +109,17 @@ class NodeGather:
         return self  # a copy of a model uses the same memory
 
 
-def aligned_sizes(pieces: Sequence[Piece]) -> list[int]:
+def compute_aligned_sizes(pieces: Sequence[Piece]) -> list[int]:
     """Return the size of each piece in bytes, rounded up to a multiple of ALIGNMENT (64 bytes)."""
     return [-(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT for count, dtype in pieces]
 
 
 def split_memory(memory: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
-    """Return a flat view of the uint8 ``memory`` for each of ``pieces``, in the type of the piece.
+    """Return a flat view of ``memory`` (uint8) for each piece, in the type of the piece.
 
-    Pieces lie one after another, each at a multiple of 64 bytes.
+    The views follow one another, and each begins at a multiple of 64 bytes.
     """
-    placed = zip(pieces, itertools.accumulate(aligned_sizes(pieces), initial=0), strict=False)
+    placed = zip(pieces, itertools.accumulate(compute_aligned_sizes(pieces), initial=0), strict=False)
     return [memory[offset : offset + count * dtype.itemsize].view(dtype) for (count, dtype), offset in placed]
 
 
@@ -135,7 +134,7 @@ def send_message(peer: socket.socket) -> None:
 
 
 def receive_message(peer: socket.socket) -> bytes:
-    """Return a message of another rank. Raises ConnectionResetError if the rank has ended."""
+    """Wait for a message of another rank, and return it. Raises ConnectionResetError if the rank has ended."""
     if not (message := peer.recv(LONGEST_MESSAGE)):
         raise ConnectionResetError
     return message

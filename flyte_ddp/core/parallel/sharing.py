@@ -46,10 +46,10 @@ class RankBatches(Sampler[list[int]]):
             yield (share if len(share) else batch[:1]).tolist()  # DDP needs a backward pass on each rank
 
     def loss_factors(self) -> Iterator[float]:
-        """Yield, for each global batch left in the epoch, the factor for the mean loss of this rank's samples.
+        """Yield the factor for this rank's mean loss in each global batch left in the epoch.
 
-        The factor is this rank's number of samples, times the number of ranks, divided by the samples of the global
-        batch. With the factor, the average over ranks of loss and gradients is the mean over the global batch. If this
+        With the factor, the average over ranks of loss and gradients is the mean over the global batch. The factor is
+        this rank's number of samples, times the number of ranks, divided by the samples of the global batch. If this
         rank has no samples in a batch, the factor is 0.0.
         """
         rank, num_ranks = self.place
@@ -95,7 +95,9 @@ def batches(
             f"first={first}: must be at most {total}, the batches of an epoch ({n} samples by {batch_size}); count "
             "only this epoch's batches"
         )
-    return RankBatches(ListedOrder(np.arange(n), seed), batch_size, epoch, first, find_place(rank, num_ranks))
+    return RankBatches(
+        ListedOrder(np.arange(n), seed), batch_size, epoch, first, get_rank_and_num_ranks(rank, num_ranks)
+    )
 
 
 def evaluation_batches(
@@ -118,7 +120,7 @@ def evaluation_batches(
     """
     require_at_least(0, n=n)
     require_at_least(1, batch_size=batch_size)
-    place, places = find_place(rank, num_ranks)
+    place, places = get_rank_and_num_ranks(rank, num_ranks)
     first, last = (slice_start(steps_per_epoch(n, batch_size), each, places) for each in (place, place + 1))
     return BatchSampler(range(first * batch_size, min(last * batch_size, n)), batch_size, drop_last=False)
 
@@ -131,7 +133,7 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     Raises:
         UserError: torchrun's WORLD_SIZE is above 1, and this process has no process group.
     """
-    if not dist.is_initialized() and (ranks := find_place()[1]) > 1:
+    if not dist.is_initialized() and (ranks := get_rank_and_num_ranks()[1]) > 1:
         raise UserError(
             f"sum_over_ranks: this process is one of {ranks} ranks (WORLD_SIZE), but has no process group; first call "
             "join() of current_rank(), or torch.distributed.init_process_group()"
@@ -139,8 +141,8 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return distributed.sum_over_ranks(values)
 
 
-def find_place(rank: int | None = None, num_ranks: int | None = None) -> tuple[int, int]:
-    """Return this rank and the number of ranks.
+def get_rank_and_num_ranks(rank: int | None = None, num_ranks: int | None = None) -> tuple[int, int]:
+    """Return this process's rank and the number of ranks, as a pair.
 
     Uses the arguments if given, else torch's process group, else torchrun's RANK and WORLD_SIZE, else 0 and 1.
 

@@ -26,7 +26,7 @@ from flyte_ddp.core.parallel import distributed
 from flyte_ddp.core.parallel.batch_norm import is_synchronised
 from flyte_ddp.core.parallel.distributed import copy_from_rank_0, rank, sum_over_ranks, world_size
 from flyte_ddp.core.parallel.hang_watch import in_collective, watch_async_collective
-from flyte_ddp.core.parallel.node_memory import NodeMemory, Piece, aligned_sizes, split_memory
+from flyte_ddp.core.parallel.node_memory import NodeMemory, Piece, compute_aligned_sizes, split_memory
 from flyte_ddp.core.samples.leaves import Leaves, call_with_leaves
 
 BUCKET_BYTES = 16 << 20  # of one rank's gradients
@@ -43,9 +43,9 @@ class GradientSync:
         return call_with_leaves(self.model, inputs)
 
     def prepare_backward(self, outputs: Any, loss: Tensor) -> None:
-        """Prepare for the backward pass of ``loss``, which may depend on only some of ``outputs``.
+        """Prepare the exchange of gradients in the backward pass of ``loss``. The default does nothing.
 
-        The default does nothing.
+        ``loss`` may depend on only some of ``outputs``. Call this method between forward and backward pass.
         """
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
@@ -58,11 +58,11 @@ class GradientSync:
     def average_gradients(self, sums: Tensor) -> Tensor:
         """Average the gradients over the ranks in place, and add up ``sums`` over the ranks. Collective.
 
-        Call this method after the step's last backward pass. If no rank has a gradient for a parameter, the parameter
-        gets none.
+        Call this method after the step's last backward pass. If a parameter has no gradient on any rank, its ``grad``
+        is None afterwards.
 
         Args:
-            sums: Numbers, fp64 [1 or 2]. May be overwritten.
+            sums: One or two numbers, such as the loss (fp64 [1 or 2]). May be overwritten.
 
         Returns:
             The sums over all ranks, in the shape of ``sums``.
@@ -93,15 +93,15 @@ class SharedMemorySync(GradientSync):
         super().__init__(model)
         copy_from_rank_0([*model.parameters(), *model.buffers()])
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.numel()]
-        self.groups = split_into_groups(trained, bucket_bytes) or [[]]  # at least one, for the sums
-        self.memory = NodeMemory(max(sum(aligned_sizes(bucket_layout(group))) for group in self.groups))
-        self.buckets = [[create_bucket(group, half) for group in self.groups] for half in self.memory.halves]
+        self.groups = group_parameters_by_size(trained, bucket_bytes) or [[]]  # at least one, for the sums
+        self.memory = NodeMemory(max(sum(compute_aligned_sizes(list_bucket_pieces(group))) for group in self.groups))
+        self.buckets = [[make_bucket_views(group, half) for group in self.groups] for half in self.memory.halves]
 
     @torch.no_grad()
     def average_gradients(self, sums: Tensor) -> Tensor:
         """Average the gradients over the ranks in place, and return ``sums`` added up over the ranks. Collective.
 
-        A parameter without a gradient on some ranks counts as 0 there.
+        On a rank where a parameter has no gradient, the gradient counts as 0.
         """
         this_rank = rank()
         for number, parameters in enumerate(self.groups):
@@ -124,10 +124,10 @@ class SharedMemorySync(GradientSync):
         return bucket.sums[: len(sums)].sum(dim=1)  # of the last bucket; all buckets have the same sums
 
 
-def create_bucket(parameters: Sequence[nn.Parameter], memory: Tensor) -> SharedBucket:
-    """Return views of ``memory`` for the gradients of ``parameters``, with the parameters' memory order."""
+def make_bucket_views(parameters: Sequence[nn.Parameter], memory: Tensor) -> SharedBucket:
+    """Return views of the shared ``memory`` for all ranks' gradients of ``parameters``, in the parameters' layout."""
     ranks = world_size()
-    sums, has_gradient, *flats = split_memory(memory, bucket_layout(parameters))
+    sums, has_gradient, *flats = split_memory(memory, list_bucket_pieces(parameters))
     gradients = [
         # Each rank's gradient has the parameter's memory order, without gaps.
         flat.as_strided((ranks, *parameter.shape), (parameter.numel(), *torch.empty_like(parameter).stride()))
@@ -136,14 +136,14 @@ def create_bucket(parameters: Sequence[nn.Parameter], memory: Tensor) -> SharedB
     return SharedBucket(sums.view(2, ranks), has_gradient.view(ranks, len(parameters)), gradients)
 
 
-def bucket_layout(parameters: Sequence[nn.Parameter]) -> list[Piece]:
-    """Return the pieces of a bucket in the shared memory, in the order of a SharedBucket's fields."""
+def list_bucket_pieces(parameters: Sequence[nn.Parameter]) -> list[Piece]:
+    """Return size and type of each tensor in a bucket for ``parameters``, in the order of a SharedBucket's fields."""
     ranks = world_size()
     gradients = [(ranks * parameter.numel(), parameter.dtype) for parameter in parameters]
     return [(2 * ranks, torch.float64), (ranks * len(parameters), torch.bool), *gradients]
 
 
-def split_into_groups(parameters: Sequence[nn.Parameter], most_bytes: int) -> list[list[nn.Parameter]]:
+def group_parameters_by_size(parameters: Sequence[nn.Parameter], most_bytes: int) -> list[list[nn.Parameter]]:
     """Return the parameters, in order, in groups of at most ``most_bytes``.
 
     A larger parameter forms a group alone.
@@ -192,9 +192,9 @@ class DDPSync(GradientSync):
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
-        """Exchange gradients in the block if ``last`` is True, else only accumulate gradients.
+        """Average gradients in the block's backward pass if ``last`` is True, else only accumulate gradients.
 
-        After the block, adds the wait for the last exchange to the clock.
+        After the block, adds the wait for the last all-reduce to the clock.
 
         Raises:
             CollectiveError: An all-reduce has failed.
@@ -211,16 +211,20 @@ class DDPSync(GradientSync):
             self.clock.add_since(WAITED, self.last_bucket_started)
 
     def prepare_backward(self, outputs: Any, loss: Tensor) -> None:
-        """Let DDP expect only the gradients on which ``loss`` depends. Call between forward and backward pass."""
+        """Let DDP wait only for gradients of parameters that ``loss`` depends on.
+
+        Call this method between forward and backward pass.
+        """
         # DDP expects gradients for all outputs, and would wait in vain for a head that the loss does not use.
         if not isinstance(outputs, Tensor) and self.parallel.require_backward_grad_sync:
             self.parallel.reducer.prepare_for_backward([loss])
 
 
 def start_averaging_bucket(sync: DDPSync, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Start the all-reduce of a bucket of gradients in place, as DDP's communication hook.
+    """Start the all-reduce of a bucket of gradients in place. DDP calls this function as its communication hook.
 
-    Records the start in ``sync.last_bucket_started``. If the all-reduce fails, the error is set as ``sync.failure``.
+    Stores the start time in ``sync.last_bucket_started``. If the all-reduce fails, stores the error in
+    ``sync.failure``.
 
     Returns:
         The future of the gradients' mean over the ranks, in the memory of the bucket.
@@ -232,7 +236,7 @@ def start_averaging_bucket(sync: DDPSync, bucket: GradBucket) -> torch.futures.F
     watch_async_collective(work)
 
     def divide_sum(done: torch.futures.Future[Any]) -> Tensor:
-        """Return the mean of the gradients. If the all-reduce has failed, sets ``sync.failure`` and raises it."""
+        """Divide the sum by the number of ranks in place. If the all-reduce has failed, stores and raises the error."""
         try:
             with distributed.translate_collective_errors(begin):
                 total: Tensor = done.value()[0]
@@ -264,9 +268,10 @@ class HooksSync(GradientSync):
             parameter.register_post_accumulate_grad_hook(partial(self.start_ready_all_reduces, place))  # type: ignore[no-untyped-call]
 
     def start_ready_all_reduces(self, place: int, _: Tensor) -> None:
-        """Record that the gradient of ``order[place]`` is complete, and start the all-reduces that are next in order.
+        """Mark the gradient of ``order[place]`` as complete, and start all all-reduces whose turn has come.
 
-        Does nothing unless the micro-batch is the last of the step.
+        A gradient's all-reduce starts when the gradient and all earlier gradients of ``order`` are complete. Does
+        nothing unless the micro-batch is the last of the step.
 
         Raises:
             UserError: The all-reduce of this gradient was started before.
@@ -289,9 +294,9 @@ class HooksSync(GradientSync):
         self.started.append(dist.all_reduce(parameter.grad, async_op=True))
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
-        """Switch the hooks' all-reduces on if ``last`` is True, else off.
+        """Switch the all-reduces of the parameters' hooks on if ``last`` is True, else off.
 
-        Takes effect at the call. The returned context manager does nothing.
+        The call has this effect, and the returned context manager does nothing.
         """
         self.last = last
         return nullcontext()
@@ -324,10 +329,10 @@ class HooksSync(GradientSync):
 
 
 def create_gradient_sync(model: nn.Module, strategy: str, clock: Clock) -> GradientSync:
-    """Return the model in a GradientSync of ``strategy``: "ddp", "shared_memory" or "hooks". Collective.
+    """Wrap the model in the GradientSync of ``strategy``: "ddp", "shared_memory" or "hooks". Collective.
 
-    All models get rank 0's weights and buffers. On one rank, returns a plain GradientSync. The strategy "ddp" adds the
-    waits for other ranks to ``clock``, and the other strategies do not use ``clock``.
+    Overwrites the model's weights and buffers with rank 0's. On one rank, returns a GradientSync that exchanges
+    nothing. The strategy "ddp" adds its waits for other ranks to ``clock``. The other strategies do not use ``clock``.
     """
     if world_size() == 1:
         return GradientSync(model)
@@ -337,9 +342,9 @@ def create_gradient_sync(model: nn.Module, strategy: str, clock: Clock) -> Gradi
 
 
 def compile_model(model: nn.Module) -> nn.Module:
-    """Return the model wrapped by torch.compile. Compiling begins at the first call.
+    """Return the model wrapped by torch.compile. The first call of the returned model compiles.
 
-    BatchNorm layers that exchange numbers between ranks are not compiled. Their ``forward`` is replaced in ``model``.
+    Synchronised BatchNorm layers are not compiled. For this, the ``forward`` of these layers is replaced in ``model``.
     """
     for layer in filter(is_synchronised, model.modules()):
         function = cast("MethodType", layer.forward).__func__

@@ -29,7 +29,7 @@ class TrainingPass:
         self.may_draw = may_draw
         self.passes = 0  # training passes that finish_pass has ended
         self.is_watched = False  # whether this pass is checked for draws, which takes longer than seeding
-        self.has_dropout = False  # whether layers call begin_call, which needs states
+        self.has_dropout = False  # whether layers call take_dropout_states, which needs states
         self.states = torch.zeros(0, dtype=torch.int64)  # [N], of the next call of a dropout layer
         # A tensor: Inductor would multiply a constant by a kernel's positions, and Triton rejects more than 64 bits.
         self.increment = torch.tensor(GOLDEN)
@@ -45,11 +45,11 @@ class TrainingPass:
     def begin_pass(
         self, seed: int, epoch: int, samples: Indices, device: torch.device, *, has_samples: bool = True
     ) -> None:
-        """Set the samples [N] of the next pass, and seed the global random generators.
+        """Set the samples [N] of the next forward and backward pass, and seed the global random generators.
 
-        Seeds torch (CPU and GPU), Python and NumPy, by ``seed``, ``epoch`` and the first sample. Thus a resumed run
-        draws the same numbers. If ``may_draw`` is False, nothing is seeded. ``has_samples`` is False if this rank runs
-        another rank's sample, which must not count.
+        Seeds torch (CPU and GPU), Python and NumPy from ``seed``, ``epoch`` and the first sample. Thus a resumed run
+        draws the same numbers. If ``may_draw`` is False, seeds nothing. ``has_samples`` is False if the samples are
+        another rank's, and must not count.
         """
         self.has_samples = has_samples
         if not self.may_draw:
@@ -77,10 +77,10 @@ class TrainingPass:
         self.forward_done = True
 
     def finish_pass(self) -> None:
-        """Count the pass. Sets ``model_draws`` if the model has drawn from a global generator in this pass.
+        """Count the pass, and set ``model_draws`` if the model has drawn from a global random generator in this pass.
 
-        Checks the first 100 passes, and then every tenth. Draws from the global generators. Does not detect a model
-        that restores the random state (``fork_rng``), nor a model that draws late and seldom.
+        Checks the first 100 passes, and then every tenth. A check draws from the global generators. Does not detect a
+        model that restores the random state (``fork_rng``), nor a model that draws late and seldom.
         """
         self.passes += 1
         if not self.is_watched:
@@ -88,8 +88,8 @@ class TrainingPass:
         on_gpu = self.device.type == "cuda" and torch.cuda.default_generators[self.device.index].get_offset() > 0
         self.model_draws = on_gpu or self.generators.draw_from_each() != self.reference.draw_from_each()
 
-    def begin_call(self) -> Tensor:
-        """Return the states, int64 [N], for a call of a dropout layer, and advance the states of the pass.
+    def take_dropout_states(self) -> Tensor:
+        """Return the samples' random states, int64 [N], for a call of a dropout layer. Each call gets other states.
 
         If torch.utils.checkpoint runs a layer again in the backward pass, returns the states of the first run. Outside
         compiled code, draws a number from torch's global generator.
@@ -141,9 +141,9 @@ class Generators(NamedTuple):
 
 
 def mix_bits_in_place(x: Tensor) -> Tensor:
-    """Apply SplitMix64's finaliser (Steele, Lea and Flood, OOPSLA 2014) to int64 states in place. Return ``x``.
+    """Turn int64 states into random bits in place, by SplitMix64's finaliser, and return ``x``.
 
-    The caller adds SplitMix64's increment before.
+    Callers add SplitMix64's increment before (Steele, Lea and Flood, OOPSLA 2014).
     """
     x ^= shift_right(x, 30)
     x *= FIRST_FACTOR  # products wrap around
@@ -154,5 +154,5 @@ def mix_bits_in_place(x: Tensor) -> Tensor:
 
 
 def shift_right(x: Tensor, places: int) -> Tensor:
-    """Return x >> places, where the bits of the int64 x are read as unsigned numbers."""
+    """Shift the int64 ``x`` right by ``places`` bits as if ``x`` were unsigned, and return a new tensor."""
     return (x >> places).bitwise_and_((1 << (64 - places)) - 1)

@@ -257,7 +257,7 @@ def list_report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from
     """
     other = "another number of ranks would give another result."
     by_rank_0 = "and rank 0's values were used: another number of ranks may give another result."
-    changed = sorted(state.buffers.changed_names())
+    changed = sorted(state.buffers.list_changed_buffers())
     unsaved = sorted({*changed}.intersection(state.buffers.unsaved_names))
     separate = has_unsynchronised_batch_norm(state.model, synchronised=state.plan.loop.sync_batchnorm)
     saw_reduced_loss = state.objective.saw_reduced_loss

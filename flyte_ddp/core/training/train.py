@@ -20,8 +20,8 @@ from flyte_ddp.core.machine.resources import bf16_support
 from flyte_ddp.core.models.inputs import translate_input_errors
 from flyte_ddp.core.objectives.objective import convert_outputs
 from flyte_ddp.core.order import sampling
-from flyte_ddp.core.parallel.batch_norm import mean_running_statistics, restore_running_statistics
-from flyte_ddp.core.parallel.distributed import explain_full_device, gather_objects, world_size
+from flyte_ddp.core.parallel.batch_norm import compute_mean_running_statistics, preserve_running_statistics
+from flyte_ddp.core.parallel.distributed import explain_out_of_memory, gather_objects, world_size
 from flyte_ddp.core.samples.leaves import Leaves, call_with_leaves
 from flyte_ddp.core.training import trial
 from flyte_ddp.core.training.checkpointing import Checkpointer, load_training_state
@@ -66,7 +66,7 @@ def train(rank: Rank) -> None:
             f"lower batch_size ({loop.batch_size} on {world_size()} rank(s)) or test_batch_size "
             f"({loop.test_batch_size})"
         )
-        with Checkpointer(work, state, recorder, rank.announce_writing) as checkpoints, explain_full_device(fix):
+        with Checkpointer(work, state, recorder, rank.announce_writing) as checkpoints, explain_out_of_memory(fix):
             rank.offer_saving(checkpoints.save_last)
             if rank.link is not None:
                 rank.link.offer_standing_in(checkpoints.save_for_rank_0)
@@ -152,7 +152,7 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums
             state.clock("forward_backward"),
             state.sync.micro_batch(last=part is parts[-1]),  # gradients are averaged after the last backward pass only
             # A sample that must not count would change the running statistics of BatchNorm layers of this rank alone.
-            nullcontext() if part.has_samples else restore_running_statistics(state.model),
+            nullcontext() if part.has_samples else preserve_running_statistics(state.model),
         ):
             outputs = compute_outputs(state, state.sync, inputs, micro_batch.targets[0][0], part)
             with state.loss_exchange.enable_across_ranks(has_samples=part.has_samples):
@@ -205,11 +205,11 @@ def exchange_gradients(state: TrainingState, loss_sum: Tensor) -> Tensor:
     numbers = loss_sum.view(1)
     if state.buffers.shared_names:  # on all ranks or on none
         # Travels with the losses, because a separate exchange would cost more than a small broadcast.
-        changed = torch.full_like(numbers, state.buffers.differ_from_last_broadcast())
+        changed = torch.full_like(numbers, state.buffers.stage_buffers_for_broadcast())
         numbers = torch.cat((numbers, changed))
     sums = state.sync.average_gradients(numbers)
     if len(sums) > 1:
-        state.buffers.copy_shared_from_rank_0(ranks_with_changes=sums[1])
+        state.buffers.broadcast_staged_buffers(ranks_with_changes=sums[1])
     return sums[0]
 
 
@@ -298,7 +298,7 @@ def apply_gradients(state: TrainingState) -> Tensor | None:
         optimizer.zero_grad(set_to_none=True)  # a parameter without a gradient in the next step then stays as it is
     state.update_average()
     state.step += 1
-    state.buffers.copy_after_step()
+    state.buffers.copy_buffers_after_step()
     return norm
 
 
@@ -321,11 +321,11 @@ def evaluate_splits(state: TrainingState, *splits: Split) -> tuple[Evaluation, .
         largest_batch = np.arange(min(loop.batch_size, len(state.training)))
         parts = split_for_rank(largest_batch, loop.accumulation_steps)
         own_samples = sum(len(part.samples) for part in parts if part.has_samples)
-        averaged = mean_running_statistics(state.kept_model(), own_samples)
+        averaged = compute_mean_running_statistics(state.kept_model(), own_samples)
         with state.exclude_snapshots():
             for statistic, average in averaged:
                 statistic.copy_(average)
-            state.buffers.copy_after_step()
+            state.buffers.copy_buffers_after_step()
     with state.clock("evaluation"), state.evaluation_mode():
         columns = [gather_columns(state.predict, split, loop.test_batch_size, state.objective) for split in splits]
         objective = state.objective.with_fitted_threshold(columns[0])

@@ -182,7 +182,7 @@ class TrainingState:
         for module in modules:
             module.eval()
         try:
-            with self.buffers.saved_buffers_in_place(self.kept_model()):
+            with self.buffers.use_saved_buffers(self.kept_model()):
                 yield
         finally:  # a checkpoint after an exception must give the same bits
             for module in modules:
@@ -191,7 +191,7 @@ class TrainingState:
     def check_model(self) -> None:
         """Raise UserError if no file can hold the model, buffers changed, or the optimiser lacks a parameter."""
         check_state_dict(self.plan.model.name, self.model.state_dict())
-        self.buffers.require_same_buffers(self.model)
+        self.buffers.require_same_buffer_layout(self.model)
         self.refuse_late_parameters(self.model.named_parameters())
 
     def refuse_late_parameters(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:

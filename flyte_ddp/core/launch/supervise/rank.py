@@ -23,11 +23,11 @@ from flyte_ddp.core.machine.process import M_MMAP_MAX, M_TRIM_THRESHOLD, set_mal
 from flyte_ddp.core.order.random_state import keep_random_state
 from flyte_ddp.core.parallel import distributed
 from flyte_ddp.core.parallel.distributed import (
-    explain_failed_device,
     patch_collective_wait,
     translate_collective_errors,
+    translate_device_errors,
 )
-from flyte_ddp.core.parallel.hang_watch import in_collective, watch_collectives
+from flyte_ddp.core.parallel.hang_watch import in_collective, start_hang_watch
 from flyte_ddp.core.runs.metrics import RestartRecord
 from flyte_ddp.core.runs.work import Work
 
@@ -109,14 +109,14 @@ class Rank:
         on_gpu = work.world.device_type == "cuda"
         if on_gpu:
             report_error = self.link.report_error if self.link else lambda _: None
-            watch_collectives(work.settings.timeout, report_error, torch.cuda.Event)
+            start_hang_watch(work.settings.timeout, report_error, torch.cuda.Event)
         with translate_collective_errors(), in_collective():  # NCCL connects the ranks here, without a time limit
             dist.init_process_group(
                 work.world.backend,
                 store=store,
                 rank=info.rank,
                 world_size=info.world_size,
-                timeout=distributed.group_timeout(work.settings.timeout, on_gpu=on_gpu),
+                timeout=distributed.choose_group_timeout(work.settings.timeout, on_gpu=on_gpu),
                 device_id=torch.device("cuda", info.local_rank) if on_gpu else None,
             )
 
@@ -170,7 +170,7 @@ def run_rank(work: Work, info: RankInfo, offer_saving: OfferSaving, link: Link |
         distributed.timeout_seconds = work.settings.timeout
         patch_collective_wait()
     rank = Rank(work, info, offer_saving, link)
-    with explain_failed_device(f"{work.world.device_type}:{info.local_rank}"):
+    with translate_device_errors(f"{work.world.device_type}:{info.local_rank}"):
         if work.world.device_type == "cpu":
             configure_malloc(retain=True)
         else:
