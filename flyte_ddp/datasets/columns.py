@@ -7,7 +7,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.core.errors import UserError
-from flyte_ddp.core.samples.leaves import drop_tensor_parts, form_of, name_leaves, require_numbers, restore_leaves
+from flyte_ddp.core.samples.leaves import (
+    get_leaves_form,
+    name_leaves,
+    prepare_tensors_for_numpy,
+    require_numbers,
+    restore_leaves,
+)
 
 CATEGORIES = "encode them with scikit-learn's OrdinalEncoder (whole numbers) or OneHotEncoder (columns)"
 DAYS = "convert them to days with .astype('datetime64[D]').astype('int64')"
@@ -84,7 +90,7 @@ def unpack_values(name: str, values: Any) -> Any:
         return stack_columns(name, values)
     if isinstance(values, Sequence) and not isinstance(values, (list, tuple, str, bytes)):
         return values[:]  # a column of a Hugging Face dataset, which NumPy would read item by item
-    return drop_tensor_parts(values)
+    return prepare_tensors_for_numpy(values)
 
 
 def stack_columns(name: str, table: Any) -> NDArray[Any]:
@@ -224,7 +230,7 @@ def order_frames(name: str, inputs: Any, expected: Mapping[str, Sequence[str]]) 
         given = dict(zip(found, columns, strict=True))
         return leaf if found == wanted else select_columns(leaf, [given[column] for column in wanted])
 
-    return restore_leaves(form_of(inputs), {key: order(key, leaf) for key, leaf in name_leaves(inputs).items()})
+    return restore_leaves(get_leaves_form(inputs), {key: order(key, leaf) for key, leaf in name_leaves(inputs).items()})
 
 
 def column_names(frame: Any) -> Sequence[Any] | None:

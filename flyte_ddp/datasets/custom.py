@@ -11,7 +11,7 @@ import numpy as np
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.machine import waiting
 from flyte_ddp.core.progress import Progress
-from flyte_ddp.core.samples.leaves import Leaves, form_of, group_leaves, require_array, restore_leaves
+from flyte_ddp.core.samples.leaves import Leaves, convert_to_array, get_leaves_form, group_leaves, restore_leaves
 from flyte_ddp.core.settings import read_number_variable
 from flyte_ddp.core.user_code.callables import load_callable, require_positional_arguments
 from flyte_ddp.core.user_code.source import user_source_digest
@@ -115,7 +115,7 @@ def arrays_from_result(spec: str, result: Any, progress: Progress) -> SampleArra
         named = () if classes is None else [*classes]
         if not pictures:
             return arrays(train, test, classes=named, name=spec, sample_weights=weights)
-        labels = [require_array("labels", targets) for _, targets in (train, test)]
+        labels = [convert_to_array("labels", targets) for _, targets in (train, test)]
         if not named and labels[0].dtype.kind in "iu" and labels[0].ndim == 1:
             named = [*map(str, range(max(each.max() for each in labels) + 1))]
         return image_arrays(*train, *test, named, name=spec, sample_weights=weights)
@@ -171,7 +171,7 @@ def read_map_style_set(set_name: str, samples: Any, progress: Progress, *, pictu
             pairs.append((inputs, targets))
             advance(1)
     inputs, targets = (
-        restore_leaves(form_of(sides[0]), group_leaves(kind, sides, names))
+        restore_leaves(get_leaves_form(sides[0]), group_leaves(kind, sides, names))
         for kind, sides in zip(("inputs", "targets"), zip(*pairs, strict=True), strict=True)
     )
     return images if pictures else inputs, targets

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.samples.class_names import normalize_class_names
-from flyte_ddp.core.samples.leaves import require_array, require_numbers
+from flyte_ddp.core.samples.leaves import convert_to_array, require_numbers
 from flyte_ddp.datasets.leaf_conversion import convert_weights, require_class_numbers, unify_sides
 from flyte_ddp.datasets.sample_arrays import SampleArrays
 
@@ -67,7 +67,7 @@ def require_images(name: str, values: Any) -> Images:
         UserError: The type is not uint8, the shape is another or looks like [N, C, H, W], or there is no image. The
             text begins with ``name``.
     """
-    images = require_array(name, values)
+    images = convert_to_array(name, values)
     if images.dtype != np.uint8:
         raise UserError(f"{name}: must be uint8 with values 0..255, got {images.dtype}; scale and convert them")
     if images.ndim == 3:
@@ -94,7 +94,7 @@ def convert_targets(name: str, values: Any, images: Images, classes: int) -> NDA
     Raises:
         UserError: Labels do not fit the images, a class number is out of range, or the type does not fit ``classes``.
     """
-    targets = require_array(name, values)
+    targets = convert_to_array(name, values)
     require_numbers(name, targets, "give class numbers, or numbers to predict")
     whole = targets.dtype.kind in "iu"
     if targets.ndim not in (1, 2, 3) or len(targets) != len(images):

@@ -25,7 +25,7 @@ from flyte_ddp.core.models.inputs import InputSpec, LeafSpec, LeavesSpec, ModelI
 from flyte_ddp.core.order.random_state import keep_random_state
 from flyte_ddp.core.order.sampling import Order
 from flyte_ddp.core.order.shard_order import Orders
-from flyte_ddp.core.samples.leaves import Leaves, form_of, name_leaves
+from flyte_ddp.core.samples.leaves import Leaves, get_leaves_form, name_leaves
 from flyte_ddp.datasets.item_set import ItemSet
 from flyte_ddp.datasets.items import ItemImages, ItemLoader, Items
 from flyte_ddp.datasets.leaf_conversion import require_identifiers
@@ -85,7 +85,7 @@ def describe_items(
     else:
         loader = ItemLoader(Items(data, side), collate if ":" in collate else STACKED, seed)
         places = np.unique(np.linspace(0, len(order) - 1, LOOKED_AT, dtype=np.int64)).tolist()
-        samples = [int(order.samples(slice(place, place + 1))[0]) for place in places]
+        samples = [int(order.samples_at(slice(place, place + 1))[0]) for place in places]
         with keep_random_state():
             alone = [loader.load_items([sample], None) for sample in samples]
         require_identifiers(f"dataset={data.name!r}: inputs", alone[0][0])
@@ -94,7 +94,7 @@ def describe_items(
         if collate == STACKED and any(None in leaf.shape for _, leaf in spec.leaves):
             problem = f"the {kind} of dataset={data.name!r} have different lengths"
             raise UserError(f"collate='stacked': {problem}; set 'padded', or a user-defined function")
-    inputs = inputs if trained_spec is None else inputs.in_order_of(trained_spec)
+    inputs = inputs if trained_spec is None else inputs.reorder_leaves_like(trained_spec)
     trained = (
         {} if trained_spec is None else dict(trained_spec.leaves)
     )  # used first: new samples may have one length by chance
@@ -119,7 +119,7 @@ def describe_images(data: ItemSet, side: str, order: Order, seed: int, num_class
         _, height, width, channels = inputs.shape
         targets = TargetSpec(labels.dtype, labels.shape[1:], len(data.classes))
         return ItemFacts(InputSpec(channels, height, width, data.mean, data.std), targets)
-    first = int(order.samples(slice(0, 1))[0])
+    first = int(order.samples_at(slice(0, 1))[0])
     with keep_random_state():
         pixels, target = Items(data, side).read_item(first, seed, None)
     height, width, channels = pixels.shape
@@ -140,7 +140,7 @@ def describe_leaves(leaves: Leaves) -> LeavesSpec:
         return LeafSpec(tuple(leaf.shape[1:]), dtype) if dtype else OTHER
 
     named = {name: describe(leaf) for name, leaf in name_leaves(leaves).items()}
-    return LeavesSpec(form_of(leaves), (*named.items(),))
+    return LeavesSpec(get_leaves_form(leaves), (*named.items(),))
 
 
 def join_specs(specs: Sequence[LeavesSpec]) -> LeavesSpec:

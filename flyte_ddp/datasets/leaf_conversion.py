@@ -10,11 +10,11 @@ from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.samples.leaves import (
     Leaves,
     Ragged,
+    convert_to_array,
     describe_form,
-    form_of,
+    get_leaves_form,
     is_tensor,
     name_leaves,
-    require_array,
     require_numbers,
     restore_leaves,
 )
@@ -99,13 +99,13 @@ def convert_leaves(name: str, leaves: Any, *, distinct: bool = False) -> Leaves:
         UserError: A dict or tuple is empty, a name is unfit, or a leaf is not numeric or has no samples.
     """
     require_identifiers(name, leaves)
-    if form_of(leaves) == "dict" or isinstance(leaves, tuple):
+    if get_leaves_form(leaves) == "dict" or isinstance(leaves, tuple):
         if not name_leaves(leaves):
             raise UserError(f"{name}: has no array; give at least one")
         named = {
             key: convert_leaf(f"{name}[{key!r}]", leaf, distinct=distinct) for key, leaf in name_leaves(leaves).items()
         }
-        return restore_leaves(form_of(leaves), named)
+        return restore_leaves(get_leaves_form(leaves), named)
     return None if leaves is None else convert_leaf(name, leaves, distinct=distinct)
 
 
@@ -114,7 +114,7 @@ def require_identifiers(name: str, leaves: Leaves) -> None:
 
     If ``name`` ends with "inputs", reserved names are also rejected.
     """
-    for key in name_leaves(leaves) if form_of(leaves) == "dict" else ():
+    for key in name_leaves(leaves) if get_leaves_form(leaves) == "dict" else ():
         if not isinstance(key, str) or not key.isidentifier():
             raise UserError(
                 f"{name}: the name {key!r} must be a Python identifier, because it becomes an argument of forward"
@@ -136,14 +136,14 @@ def convert_leaf(name: str, given: Any, *, distinct: bool = False) -> NDArray[An
     """
     values = columns.unpack_values(name, given)
     try:
-        array = require_array(name, values)
+        array = convert_to_array(name, values)
     except UserError:
         if hasattr(values, "to_list"):  # an awkward array with samples of different lengths
             return convert_leaf(name, values.to_list(), distinct=distinct)
         if not isinstance(values, list):
             raise
         # A list of arrays of different shapes.
-        samples = [require_array(f"{name}[{place}]", value) for place, value in enumerate(values)]
+        samples = [convert_to_array(f"{name}[{place}]", value) for place, value in enumerate(values)]
         return convert_ragged(name, samples, distinct=distinct)
     is_column = array.ndim == 1 and array.dtype == object and not isinstance(values, list)
     if is_column and all(isinstance(sample, (list, np.ndarray)) for sample in array):  # a column of lists
@@ -223,7 +223,7 @@ def unify_sides(kind: str, train: Leaves, test: Leaves) -> tuple[Leaves, Leaves]
         UserError: The forms, the shapes of samples, or the kinds of numbers differ.
     """
     named = name_leaves(train), name_leaves(test)
-    if form_of(train) != form_of(test) or named[0].keys() != named[1].keys():
+    if get_leaves_form(train) != get_leaves_form(test) or named[0].keys() != named[1].keys():
         texts = map(describe_form, (train, test))
         raise UserError(f"train_{kind} are {next(texts)}, and test_{kind} {next(texts)}: both must have the same form")
     unified: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
@@ -247,7 +247,7 @@ def unify_sides(kind: str, train: Leaves, test: Leaves) -> tuple[Leaves, Leaves]
                 side[name] = Ragged(whole.values.astype(common, copy=False), whole.ends)
             else:
                 side[name] = each.astype(common, copy=False)
-    return restore_leaves(form_of(train), unified[0]), restore_leaves(form_of(train), unified[1])
+    return restore_leaves(get_leaves_form(train), unified[0]), restore_leaves(get_leaves_form(train), unified[1])
 
 
 def require_class_numbers(name: str, targets: NDArray[Any], classes: int) -> None:
@@ -266,7 +266,7 @@ def convert_weights(values: Any, samples: int) -> NDArray[np.float64] | None:
     """
     if values is None:
         return None
-    weights = require_array("sample_weights", values)
+    weights = convert_to_array("sample_weights", values)
     if weights.dtype.kind not in "fiu":
         raise UserError(f"sample_weights: must be numbers, got {weights.dtype}")
     if weights.shape != (samples,):

@@ -14,8 +14,8 @@ from flyte_ddp.core.errors import MachineError, UserCodeError, UserError
 from flyte_ddp.core.machine.waiting import limit_wait
 from flyte_ddp.core.order.random_state import keep_random_state
 from flyte_ddp.core.samples.class_names import normalize_class_names
-from flyte_ddp.core.samples.leaves import Leaves, refuse_masked, require_array
-from flyte_ddp.core.samples.pictures import require_pixels
+from flyte_ddp.core.samples.leaves import Leaves, check_not_masked, convert_to_array
+from flyte_ddp.core.samples.pictures import convert_to_uint8_pixels
 from flyte_ddp.core.user_code.callables import load_callable
 from flyte_ddp.datasets.item_set import ItemSet
 from flyte_ddp.datasets.prepared_folder import open_folder
@@ -244,13 +244,13 @@ def convert_sample(where: str, item: Any) -> tuple[NDArray[np.uint8], NDArray[An
     """
     try:
         image, given = item
-        label = require_array("its label", given)
+        label = convert_to_array("its label", given)
     except (TypeError, ValueError) as error:
         raise UserError(f"{where} must be an image and a label: {error}") from error
     if label.dtype.kind not in "biuf":
         raise UserError(f"{where}: its label is a {type(given).__name__}; must be a number or numbers")
-    refuse_masked(f"{where}: its image", image)
-    return require_pixels(f"{where}: its image", image), label
+    check_not_masked(f"{where}: its image", image)
+    return convert_to_uint8_pixels(f"{where}: its image", image), label
 
 
 def open_on_demand(folder: Path) -> OnDemandSet:

@@ -15,7 +15,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.order.sampling import ListedOrder, Order
 from flyte_ddp.core.order.shard_order import SampleOrder
-from flyte_ddp.core.order.weighted import draw_by_weights, inverse_class_counts, make_custom_order
+from flyte_ddp.core.order.weighted import compute_inverse_class_counts, make_custom_order, make_weighted_order
 from flyte_ddp.core.samples.leaves import IGNORED
 from flyte_ddp.core.text.formatting import join_first
 from flyte_ddp.core.user_code.callables import load_callable, require_positional_arguments
@@ -103,12 +103,12 @@ def apply_sampling(data: PreparedSet, order: SampleOrder, sampling: str) -> Samp
             fix = "pass them to arrays(...) or image_arrays(...), or set them as an attribute of the training set"
             problem = f"dataset={data.name!r} has no sample_weights"
             raise UserError(f"sampling='weighted': {problem}; {fix}, or set sampling='balanced'")
-        return draw_by_weights(order, data.sample_weights[order.listed])
+        return make_weighted_order(order, data.sample_weights[order.listed])
     labels = data.training_targets()
     if labels is None or labels.ndim != 1 or labels.dtype.kind not in "iu":
         fix = "pass sample_weights, and set sampling='weighted'"
         raise UserError(f"sampling='balanced': dataset={data.name!r} does not have one class per sample; {fix}")
-    return draw_by_weights(order, inverse_class_counts(labels[order.listed]))
+    return make_weighted_order(order, compute_inverse_class_counts(labels[order.listed]))
 
 
 def check_prepared_set(folder: Path, hp: Hyperparameters) -> list[str]:
@@ -172,7 +172,7 @@ def count_training_classes(data: PreparedSet, training: Order, classes: int) -> 
     labels = data.training_targets()
     if labels is None:
         return ()
-    samples = np.sort(training.samples(slice(None)))  # not one epoch, which a user-defined ``sampling`` may change
+    samples = np.sort(training.samples_at(slice(None)))  # not one epoch, which a user-defined ``sampling`` may change
     if labels.dtype.kind == "f":
         return tuple(np.nansum(labels[samples], axis=0).astype(np.int64).tolist()) if labels.ndim == 2 else ()
     counts = np.zeros(classes, np.int64)

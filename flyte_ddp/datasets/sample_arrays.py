@@ -18,7 +18,7 @@ from flyte_ddp.core.samples.class_names import normalize_class_names
 from flyte_ddp.core.samples.leaves import (
     Leaves,
     Ragged,
-    form_of,
+    get_leaves_form,
     map_leaves,
     name_leaves,
     restore_leaves,
@@ -180,7 +180,7 @@ class SampleArrays(ItemSet):
         """
         forms = {
             kind: {
-                "form": form_of(leaves),
+                "form": get_leaves_form(leaves),
                 "ragged": {name: isinstance(leaf, Ragged) for name, leaf in name_leaves(leaves).items()},
             }
             for kind, leaves in (("inputs", self.train_inputs), ("targets", self.train_targets))

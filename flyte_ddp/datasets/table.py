@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.samples.leaves import name_leaves
-from flyte_ddp.core.samples.preprocessing import NUMBERED, TABLE, pack_fitted
+from flyte_ddp.core.samples.preprocessing import NUMBERED, TABLE, pickle_for_json
 from flyte_ddp.core.text.formatting import join_first
 from flyte_ddp.datasets import columns, rows
 from flyte_ddp.datasets.leaf_conversion import convert_id
@@ -129,7 +129,7 @@ def load_table(spec: str, found: type[Table], source: str) -> SampleArrays:
     if fitted is None and found.fit is not Table.fit:
         rule = "only this object is saved with the model and passed to prepare()"
         raise UserError(f"{where}: fit() returned None; return the fitted object, because {rule}")
-    packed = pack_fitted(fitted) | {
+    packed = pickle_for_json(fitted) | {
         TABLE: spec,
         "rows": [*rows.list_columns(read)],
         NUMBERED: are_places(table.classes),

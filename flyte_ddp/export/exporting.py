@@ -18,7 +18,7 @@ from flyte_ddp.core.errors import UnreachableError
 from flyte_ddp.core.loading.collate import MASK, PADDED, widen_type
 from flyte_ddp.core.machine.resources import count_cores
 from flyte_ddp.core.models.inputs import LeavesSpec
-from flyte_ddp.core.samples.leaves import Leaves, form_of
+from flyte_ddp.core.samples.leaves import Leaves, get_leaves_form
 from flyte_ddp.datasets.prepared_set import Opening, PreparedSet
 from flyte_ddp.export.graphs import ONNX, NotExportedError, ServedImages, ServedLeaves, write_onnx
 from flyte_ddp.export.onnx_process import OnnxProcess
@@ -140,9 +140,9 @@ def export_leaves_model(model: SavedModel, data: PreparedSet, folder: Path) -> C
     test, spec = data.open_test_split(opening)
     assert isinstance(spec, LeavesSpec)  # pictures are exported by export_images_model
     with closing(test.source):
-        samples = test.order.samples(slice(0, EXAMPLE))
+        samples = test.order.samples_at(slice(0, EXAMPLE))
         inputs = test.load_batch(samples).inputs
-        example, served = name_inputs(inputs, spec, model.collate), ServedLeaves(on_cpu, form_of(inputs)).eval()
+        example, served = name_inputs(inputs, spec, model.collate), ServedLeaves(on_cpu, get_leaves_form(inputs)).eval()
         outputs = write_onnx(served, example, choose_sizes(example, spec, model.collate, len(samples)), folder)
         row_bytes = sum(values.nbytes for values in outputs.values()) / len(samples)
 

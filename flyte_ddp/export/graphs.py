@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from flyte_ddp.core.errors import install_hint
 from flyte_ddp.core.models import saving
-from flyte_ddp.core.models.inputs import InputSpec, normalisation
+from flyte_ddp.core.models.inputs import InputSpec, compute_normalisation
 from flyte_ddp.core.models.sidecar import MIDDLE, ImageInput, Sidecar
 from flyte_ddp.core.samples.leaves import call_with_leaves, restore_leaves
 from flyte_ddp.objectives.segmentation import logits_of
@@ -119,11 +119,11 @@ class ServedImages(nn.Module):
 
     def __init__(self, model: nn.Module, sidecar: Sidecar) -> None:
         super().__init__()
-        spec = saving.parse_input_spec(sidecar.input)
+        spec = saving.make_input_spec(sidecar.input)
         assert isinstance(spec, InputSpec) and isinstance(sidecar.input, ImageInput)  # noqa: PT018
         self.model, self.channels, self.height, self.width = model, spec.channels, spec.height, spec.width
         self.middle, self.share = sidecar.input.crop == MIDDLE, spec.crop_share
-        scale, shift = normalisation(spec, torch.device("cpu"), torch.float32)
+        scale, shift = compute_normalisation(spec, torch.device("cpu"), torch.float32)
         self.register_buffer("scale", scale.clone())
         self.register_buffer("shift", shift.clone())
 

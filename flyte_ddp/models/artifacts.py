@@ -8,7 +8,7 @@ from torch import nn
 
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.files import file_digest
-from flyte_ddp.core.models.saving import load_weights, parse_input_spec
+from flyte_ddp.core.models.saving import load_weights, make_input_spec
 from flyte_ddp.core.models.sidecar import FIX, Sidecar
 from flyte_ddp.models import zoo
 from flyte_ddp.models.stored_code import read_model_json
@@ -41,7 +41,7 @@ def load_model(model_path: Path, sidecar_path: Path, device: torch.device | str 
             f"not {sidecar.digests.weights[:12]}...; take both files from the same run"
         )
     outputs = len(sidecar.classes) if sidecar.outputs is None else sidecar.outputs
-    called = (sidecar.model, outputs, parse_input_spec(sidecar.input), sidecar.options.get("model", {}))
+    called = (sidecar.model, outputs, make_input_spec(sidecar.input), sidecar.options.get("model", {}))
     if ":" not in sidecar.model:
         require_small_enough(model_path, *called)
     model = zoo.build_model(*called)

@@ -15,7 +15,7 @@ from flyte_ddp import catalog, storage
 from flyte_ddp.catalog import PretrainedWeights
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.files import file_digest, replace_file
-from flyte_ddp.core.models.parts import is_in_parts, split_part_names, unknown_part_error
+from flyte_ddp.core.models.parts import is_in_parts, make_unknown_part_error, split_part_names
 from flyte_ddp.core.progress import Progress
 from flyte_ddp.storage.identity import content_identity, digest_lines
 
@@ -163,7 +163,7 @@ def load_initial_weights(model: nn.Module, path: Path, *, name: str, init_from: 
     delete_parts(weights, parts)
     for part in parts:
         if not any(is_in_parts(each, [part]) for each in (*own, *stored_names)):
-            raise unknown_part_error(f"init_skip={init_skip!r}", part, own)
+            raise make_unknown_part_error(f"init_skip={init_skip!r}", part, own)
     # Skipped parts keep the new model's tensors, which load_state_dict needs because it rejects missing tensors.
     for target, fresh in ((weights, own), (weights._metadata, getattr(own, "_metadata", {}))):
         target.update({key: fresh[key] for key in fresh if is_in_parts(key, parts)})

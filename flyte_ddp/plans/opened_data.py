@@ -97,7 +97,7 @@ class OpenedData:
             sample = np.int32(row)
             if file.startswith("test_"):
                 yield "test", sample
-            elif np.isin(sample, validation.samples(slice(None))):
+            elif np.isin(sample, validation.samples_at(slice(None))):
                 yield "validation", sample
             elif self.hp.sampling == "shuffled":  # another sampling may skip the sample
                 yield "training", sample

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from flyte_ddp.core.checks.forms import require_form
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.models.sidecar import LeavesInput, Sidecar
-from flyte_ddp.core.samples.leaves import Leaves, Ragged, form_of, map_leaves, name_leaves, restore_leaves
+from flyte_ddp.core.samples.leaves import Leaves, Ragged, get_leaves_form, map_leaves, name_leaves, restore_leaves
 from flyte_ddp.core.samples.preprocessing import TABLE, require_two_arguments
 from flyte_ddp.core.user_code.callables import load_callable
 from flyte_ddp.core.user_code.source import translate_user_errors
@@ -148,7 +148,7 @@ class Preprocessing:
 
     def _cast(self, inputs: Leaves) -> Leaves:
         named = {name: cast_leaf(leaf, self.types.get(name, "")) for name, leaf in name_leaves(inputs).items()}
-        return restore_leaves(form_of(inputs), named)
+        return restore_leaves(get_leaves_form(inputs), named)
 
 
 def load_preprocessing(model_json: Path | str | Sidecar) -> Preprocessing:

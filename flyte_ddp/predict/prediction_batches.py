@@ -19,7 +19,14 @@ from flyte_ddp.core.models import saving
 from flyte_ddp.core.models.inputs import InputSpec, LeavesSpec, prepare_inputs, translate_input_errors
 from flyte_ddp.core.models.sidecar import MIDDLE
 from flyte_ddp.core.objectives.objective import convert_outputs, map_floats
-from flyte_ddp.core.samples.leaves import IGNORED, Leaves, call_with_leaves, form_of, name_leaves, restore_leaves
+from flyte_ddp.core.samples.leaves import (
+    IGNORED,
+    Leaves,
+    call_with_leaves,
+    get_leaves_form,
+    name_leaves,
+    restore_leaves,
+)
 from flyte_ddp.core.settings import Settings
 from flyte_ddp.datasets.encoded import cropping
 from flyte_ddp.datasets.encoded.decoding import DecodingError, decode_image, decode_with_pillow
@@ -54,7 +61,7 @@ class SavedModel:
         self.classes = [*self.sidecar.classes]
         self.order: list[int] | None = None  # the place of each class in the module's outputs; None: the same order
         self.objective = objective_of_sidecar(self.sidecar)
-        self.spec = saving.parse_input_spec(self.sidecar.input)
+        self.spec = saving.make_input_spec(self.sidecar.input)
         self.hyperparameters = self.sidecar.hyperparameters  # of the training
         self.collate, self.seed = (
             str(self.hyperparameters.get("collate", STACKED)),
@@ -203,13 +210,13 @@ def read_prepared_split(
         data = cast_inputs(data, spec)
     names = [*data.classes] or ([] if data.named_targets else model.classes)
     split, found = data.open_test_split(model.describe_opening(len(names), bad))
-    if not spec.takes(found):
+    if not spec.accepts(found):
         raise model.unfit_data_error(f"data set {data.name!r} has {found.describe()}")
     read = data.load_rows("test")
     rows = {} if read is None else normalize_columns(read)
     with closing(split.source):
         for place, (loaded, targets, keys) in split.load_evaluation_batches(batch_size or model.batch_size, 0, 1):
-            samples = split.order.samples(place).tolist()
+            samples = split.order.samples_at(place).tolist()
             replaced = split.source.replaced_samples()
             decoded = [sample not in replaced for sample in samples]
             truths, others = list[str](), targets
@@ -234,7 +241,7 @@ def cast_inputs(data: SampleArrays, spec: LeavesSpec) -> SampleArrays:
     types = {name: leaf.dtype for name, leaf in spec.leaves}
     sides = {
         side: restore_leaves(
-            form_of(leaves),
+            get_leaves_form(leaves),
             {name: cast_leaf(leaf, types.get(name, "")) for name, leaf in name_leaves(leaves).items()},
         )
         for side, leaves in (("train_inputs", data.train_inputs), ("test_inputs", data.test_inputs))

@@ -19,7 +19,7 @@ from flyte_ddp.core.files import replace_file
 from flyte_ddp.core.lookahead import map_in_threads
 from flyte_ddp.core.progress import Progress
 from flyte_ddp.core.samples.class_names import normalize_class_names
-from flyte_ddp.core.samples.pictures import opaque_picture
+from flyte_ddp.core.samples.pictures import convert_to_opaque_8_bit
 from flyte_ddp.core.text.formatting import format_count
 from flyte_ddp.shards.cache import unusable_shard_error
 from flyte_ddp.shards.index import (
@@ -174,7 +174,7 @@ def find_decoding_problem(content: bytes) -> str:
     try:
         image = open_image(content)
         image.load()
-        opaque_picture(image)
+        convert_to_opaque_8_bit(image)
     except Exception as error:  # Pillow raises many kinds of errors
         return str(error) or type(error).__name__
     return ""

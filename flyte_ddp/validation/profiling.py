@@ -70,7 +70,7 @@ def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfi
 
         for split, reader in readers.items():
             order, threads = data.order_test(), settings.loaders or count_cores()
-            numbers = data.list_training() if split == "training" else order.samples(slice(0, len(order)))
+            numbers = data.list_training() if split == "training" else order.samples_at(slice(0, len(order)))
             parts = measure_encoded_images(reader, numbers, len(data.classes), threads)
             compared.append(add_split(profile, split, parts, name_image))
         add_equal_samples(profile, compared, name_image)

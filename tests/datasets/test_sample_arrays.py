@@ -19,7 +19,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.loading.collate import batch_samples
 from flyte_ddp.core.progress import Progress
-from flyte_ddp.core.samples.leaves import form_of, name_leaves
+from flyte_ddp.core.samples.leaves import get_leaves_form, name_leaves
 from flyte_ddp.datasets import fetch, image_arrays, open_prepared
 from flyte_ddp.datasets.custom import arrays_from_result
 from flyte_ddp.datasets.items import Items
@@ -91,7 +91,7 @@ def test_forms_of_inputs_and_targets_are_kept(tmp_path: Path) -> None:
         for sample in range(N):
             found = Items(kept, "test").read_item(sample, 0, None)
             for leaves, given in zip(found, (inputs, targets), strict=True):
-                assert form_of(leaves) == form_of(given)
+                assert get_leaves_form(leaves) == get_leaves_form(given)
                 assert [*name_leaves(leaves)] == [*name_leaves(given)]
                 for leaf, expected in zip(name_leaves(leaves).values(), name_leaves(given).values(), strict=True):
                     np.testing.assert_array_equal(leaf, np.asarray(expected[sample], leaf.dtype))

@@ -129,7 +129,7 @@ def test_a_substitute_is_of_the_same_split_and_shard(load: Load) -> None:
     images = Images(bad=set(range(0, 60, 2)))
     loading = load(images, orders, bad=30)
     for order in orders:
-        samples = sorted(order.samples(slice(0, len(order))).tolist())
+        samples = sorted(order.samples_at(slice(0, len(order))).tolist())
         for shard in range(3):
             own = [sample for sample in samples if sample // 20 == shard]
             good = [sample for sample in own if sample % 2]

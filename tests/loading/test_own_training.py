@@ -85,7 +85,7 @@ def test_masks_are_cropped_and_mirrored_with_their_images(photos: Path, tmp_path
     try:
         assert splits.targets is not None
         assert splits.targets.shape == (SIDE, SIDE)
-        samples = splits.training.order.samples(slice(0, 40))
+        samples = splits.training.order.samples_at(slice(0, 40))
         middle, *random = (splits.training.load_batch(samples, epoch) for epoch in (None, 0, 0, 1))
         assert torch.equal(random[0].inputs, random[1].inputs)
         assert torch.equal(random[0].targets, random[1].targets)
@@ -109,7 +109,7 @@ def test_draws_of_own_decoding_and_augmentation_do_not_depend_on_processes(photo
 
     def load(hp: Hyperparameters, workers: int) -> torch.Tensor:
         with closing(open_all(hp, tmp_path, workers)) as splits:
-            return splits.training.load_batch(splits.training.order.samples(slice(0, 20)), 1).inputs
+            return splits.training.load_batch(splits.training.order.samples_at(slice(0, 20)), 1).inputs
 
     one, several = load(hp, 1), load(hp, 3)
     assert torch.equal(one, several)
@@ -123,10 +123,10 @@ def test_labels_out_of_json(photos: Path, tmp_path: Path) -> None:
         resolve(hp), OpenedData(hp, open_prepared(tmp_path / "data")), splits.training.order, splits.targets
     )
     assert (objective.facts.target_shape, objective.facts.classes) == ((2,), (*LABELS,))
-    found = splits.test.load_batch(splits.test.order.samples(slice(0, 8)))
+    found = splits.test.load_batch(splits.test.order.samples_at(slice(0, 8)))
     expected = [json.loads(sample[".json"])["labels"] for sample in contents(photos / "train.json")]
     assert found.targets.dtype == torch.float32
-    tests = splits.test.order.samples(slice(0, 8))
+    tests = splits.test.order.samples_at(slice(0, 8))
     assert found.targets.tolist() == [expected[sample] for sample in tests.tolist()]
     splits.close()
 

@@ -21,7 +21,7 @@ from torch.nn import functional
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.loading import workers
 from flyte_ddp.core.models.inputs import InputSpec
-from flyte_ddp.core.order.augmentation import choose_partners, draw_shares
+from flyte_ddp.core.order.augmentation import choose_mixup_partners, draw_mixup_shares
 from flyte_ddp.core.order.sampling import Indices
 from flyte_ddp.core.parallel.distributed import rank
 from flyte_ddp.core.training import parts as loaded_parts
@@ -138,7 +138,7 @@ def mixed_loss(
     hp: Hyperparameters, model: nn.Module, images: Tensor, targets: Tensor, batch: Any, step: int, loss_of: BatchLoss
 ) -> tuple[Tensor, Tensor]:
     """The loss of mixed images, sample by sample; of the library only the draws of partners and shares."""
-    partners, shares = choose_partners(batch, hp.seed, step), draw_shares(batch, hp.mixup, hp.seed, step)
+    partners, shares = choose_mixup_partners(batch, hp.seed, step), draw_mixup_shares(batch, hp.mixup, hp.seed, step)
     total, weight = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     for sample, partner, share in zip(batch.tolist(), partners.tolist(), shares.tolist(), strict=True):
         outputs = model(share * images[[sample]] + (1 - share) * images[[partner]])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flyte_ddp.core.order import sampling
-from flyte_ddp.core.order.shard_order import ShardOrder, ShardSplits, count_rank_streams
+from flyte_ddp.core.order.shard_order import ShardOrder, ShardSplits, count_streams_per_rank
 
 LENGTHS = st.integers(1, 500)
 
@@ -83,7 +83,7 @@ def test_the_splits_are_a_partition_of_the_stated_sizes(counts, validation, test
         split: order_of(counts, validation=validation, test=test, split=split, seed=seed)
         for split in ("training", "validation", "test")
     }
-    samples = {split: order.samples(slice(0, len(order))).tolist() for split, order in parts.items()}
+    samples = {split: order.samples_at(slice(0, len(order))).tolist() for split, order in parts.items()}
     assert sorted(itertools.chain(*samples.values())) == list(range(counts.sum()))
     assert all(found == sorted(found) for found in samples.values())
     assert abs(len(samples["test"]) - counts.sum() * test) <= 0.5 + 1e-9
@@ -103,8 +103,8 @@ def test_what_is_held_out_for_testing_does_not_depend_on_the_seed() -> None:
         [order_of([50] * 8, validation=0.2, test=0.1, split=split, seed=seed) for seed in (0, 1)]
         for split in ("test", "validation")
     )
-    assert tests[0].samples(slice(0, 40)).tolist() == tests[1].samples(slice(0, 40)).tolist()
-    assert validations[0].samples(slice(0, 72)).tolist() != validations[1].samples(slice(0, 72)).tolist()
+    assert tests[0].samples_at(slice(0, 40)).tolist() == tests[1].samples_at(slice(0, 40)).tolist()
+    assert validations[0].samples_at(slice(0, 72)).tolist() != validations[1].samples_at(slice(0, 72)).tolist()
 
 
 def test_a_share_reads_from_its_own_streams_and_an_epoch_opens_each_shard_once_a_stream() -> None:
@@ -138,7 +138,7 @@ def test_the_shards_that_a_rank_keeps_open_are_enough() -> None:
                     opened += shard not in kept
                     kept[shard] = None
                     kept.move_to_end(shard)
-                    while len(kept) > 2 * count_rank_streams(streams, ranks, parts):
+                    while len(kept) > 2 * count_streams_per_rank(streams, ranks, parts):
                         kept.popitem(last=False)
         assert opened <= len(needed)
 
@@ -174,7 +174,7 @@ def test_the_order_of_shards_is_fixed_for_ever() -> None:
 
 def test_slices_of_the_order_of_evaluations_may_be_open() -> None:
     order = order_of([3, 0, 4], validation=0.5, split="validation")
-    listed = order.samples(slice(0, len(order))).tolist()
+    listed = order.samples_at(slice(0, len(order))).tolist()
     assert len(listed) > 2
     for place in (slice(None), slice(1, None), slice(2), slice(1, 100)):
-        assert order.samples(place).tolist() == listed[place]
+        assert order.samples_at(place).tolist() == listed[place]

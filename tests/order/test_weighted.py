@@ -14,7 +14,7 @@ from training_runs import cut_off, losses, train_in
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.order.sampling import Indices, ListedOrder
-from flyte_ddp.core.order.weighted import draw_by_weights, inverse_class_counts, make_custom_order
+from flyte_ddp.core.order.weighted import compute_inverse_class_counts, make_custom_order, make_weighted_order
 from flyte_ddp.datasets import image_arrays, open_arrays, open_prepared
 from flyte_ddp.datasets.prepared import apply_sampling, check_prepared_set, count_training_classes
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
@@ -46,24 +46,27 @@ def epochs(order: ListedOrder, number: int) -> Indices:
 
 def test_samples_are_drawn_as_often_as_their_weights_say() -> None:
     weights = np.random.default_rng(0).integers(0, 5, 600).astype(float)
-    drawn = epochs(draw_by_weights(LISTED, weights), 200)
+    drawn = epochs(make_weighted_order(LISTED, weights), 200)
     counts = np.bincount(drawn - 1000, minlength=600)
     assert len(drawn) == 200 * 600
     assert not counts[weights == 0].any()
     expected = weights[weights > 0] / weights.sum() * len(drawn)
     assert stats.chisquare(counts[weights > 0], expected).pvalue > 1e-3
-    assert len({tuple(epochs(replace(draw_by_weights(LISTED, weights), seed=seed), 1)) for seed in range(5)}) == 5
+    assert len({tuple(epochs(replace(make_weighted_order(LISTED, weights), seed=seed), 1)) for seed in range(5)}) == 5
 
 
 def test_classes_are_drawn_alike() -> None:
     labels = np.repeat([0, 1, 7], [500, 90, 10])
-    drawn = epochs(draw_by_weights(LISTED, inverse_class_counts(labels)), 100) - 1000
+    drawn = epochs(make_weighted_order(LISTED, compute_inverse_class_counts(labels)), 100) - 1000
     assert stats.chisquare(np.unique(labels[drawn], return_counts=True)[1]).pvalue > 1e-3
 
 
 @pytest.mark.parametrize("first", range(5))
 def test_an_epoch_goes_on_in_its_middle_as_it_would_have(first: int) -> None:
-    for order in (draw_by_weights(LISTED, np.arange(600)), make_custom_order(LISTED, "x:y", own_training.every_third)):
+    for order in (
+        make_weighted_order(LISTED, np.arange(600)),
+        make_custom_order(LISTED, "x:y", own_training.every_third),
+    ):
         whole = [*order.batches(7, 64)]
         for batch, again in zip(whole[first:], order.batches(7, 64, first), strict=True):
             np.testing.assert_array_equal(batch, again)
@@ -106,8 +109,8 @@ def test_held_out_samples_are_those_of_any_other_run_and_never_drawn(weighted_di
         orders = data.order_splits(validation_fraction=0.5, seed=1, shuffle_shards=16)
         order = apply_sampling(data, orders["training"], sampling)
         drawn = {*epochs(order, 5).tolist()}
-        assert drawn <= {*orders["training"].samples(slice(None)).tolist()}
-        assert not drawn & {*orders["validation"].samples(slice(None)).tolist()}
+        assert drawn <= {*orders["training"].samples_at(slice(None)).tolist()}
+        assert not drawn & {*orders["validation"].samples_at(slice(None)).tolist()}
 
 
 @pytest.mark.slow

@@ -280,10 +280,10 @@ def test_embeddings_that_go_by_the_samples_of_a_rank_are_refused_on_several(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     model = torch.nn.Sequential(torch.nn.Embedding(3, 2, **options))
-    state_dicts.check_model("mine", model)
+    state_dicts.check_layers_and_state_dict("mine", model)
     monkeypatch.setattr(state_dicts, "world_size", lambda: 2)
     with pytest.raises(UserError, match="has layer 0 with max_norm or scale_grad_by_freq"):
-        state_dicts.check_model("mine", model)
+        state_dicts.check_layers_and_state_dict("mine", model)
 
 
 def test_no_checkpoint_holds_what_cannot_be_loaded(train: Train, tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def train_in_ranks(folder: Path) -> None:
         hp = replace(case.hp, strategy=strategy, num_ranks=ranks)
         state = make_state(hp, detect_hardware(hp), arrays)
         losses, states = [], []
-        for batch in first_batches(hp, state.training.order.samples(slice(None))):
+        for batch in first_batches(hp, state.training.order.samples_at(slice(None))):
             losses.append(compute_gradients(state, batch).loss.item() / len(batch))
             apply_gradients(state)
             states.append({key: value.clone() for key, value in state.model.state_dict().items()})

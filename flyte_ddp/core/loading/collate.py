@@ -12,9 +12,9 @@ from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.samples.leaves import (
     IGNORED_TOKEN,
     Leaves,
-    form_of,
+    convert_to_array,
+    get_leaves_form,
     group_leaves,
-    require_array,
     require_numbers,
     restore_leaves,
 )
@@ -75,12 +75,12 @@ def batch_samples(
         for name, values in group_leaves(kind, leaves, names).items():
             arrays = list[NDArray[Any]]()
             for leaf, sample in zip(values, names, strict=True):
-                arrays.append(require_array(f"the {kind} of {sample}", leaf))
+                arrays.append(convert_to_array(f"the {kind} of {sample}", leaf))
                 require_numbers(
                     f"the {kind} of {sample}", arrays[-1], "convert the values, or set a user-defined collate"
                 )
             joined[name] = join_leaf(name, arrays, kind)
-        return restore_leaves(form_of(leaves[0]), joined)
+        return restore_leaves(get_leaves_form(leaves[0]), joined)
 
     inputs, targets = (join_leaves(kind, side) for kind, side in zip(SIDES, zip(*samples, strict=True), strict=True))
     return add_mask(inputs, masks[0]) if masks else inputs, targets
@@ -127,6 +127,6 @@ def add_mask(inputs: Leaves, mask: Tensor) -> Leaves:
     In a tuple the mask is last. A single leaf becomes a tuple of leaf and mask. In a dict the mask has the name
     ``mask``. If a dict already has this name, its leaf stays, and no mask is added.
     """
-    if form_of(inputs) == "dict":
+    if get_leaves_form(inputs) == "dict":
         return {MASK: mask, **inputs}
-    return (*inputs, mask) if form_of(inputs) == "tuple" else (inputs, mask)
+    return (*inputs, mask) if get_leaves_form(inputs) == "tuple" else (inputs, mask)

@@ -110,7 +110,7 @@ class Split:
         """
         numbers = take_slice(np.arange(-(-len(self) // batch_size)), part, parts).tolist()
         places = [slice(number * batch_size, min((number + 1) * batch_size, len(self))) for number in numbers]
-        wanted = ((place, self.order.samples(place)) for place in places)
+        wanted = ((place, self.order.samples_at(place)) for place in places)
         for place, samples in self.iterate_with_prefetch(wanted, lambda item: [item[1]], None, batch_size):
             yield place, self.load_batch(samples)
 
@@ -133,7 +133,7 @@ class Split:
             return item
 
         if self.prefetcher is not None:
-            distance = self.order.prefetch_distance(batch_size, mixed=epoch is not None)
+            distance = self.order.count_batches_to_prefetch(batch_size, mixed=epoch is not None)
             items = start_ahead(partial(begin_item, self.prefetcher.begin), items, distance)
         if self.source.batches_ahead:
             begin = partial(begin_item, partial(self.source.begin, epoch=epoch))

@@ -24,8 +24,8 @@ from flyte_ddp.core.order.augmentation import augment_images
 from flyte_ddp.core.order.random_state import keep_random_state
 from flyte_ddp.core.order.sampling import Indices
 from flyte_ddp.core.parallel.training_pass import Generators
-from flyte_ddp.core.samples.leaves import IGNORED, refuse_masked, require_array
-from flyte_ddp.core.samples.pictures import Pixels, require_pixels
+from flyte_ddp.core.samples.leaves import IGNORED, check_not_masked, convert_to_array
+from flyte_ddp.core.samples.pictures import Pixels, convert_to_uint8_pixels
 from flyte_ddp.core.user_code.callables import load_callable
 
 OF_BATCHES = ("crop", "crop_flip")  # kinds that change whole batches on the device
@@ -157,8 +157,10 @@ class UserFunction:
         """
         image, target = self.call_pair(name, *arguments, returns="(image, target)")
         what = f"{self}: the image of {name}"
-        refuse_masked(what, image)
-        return Sample(require_pixels(what, image), require_array(f"{self}: the target of {name}", target), name)
+        check_not_masked(what, image)
+        return Sample(
+            convert_to_uint8_pixels(what, image), convert_to_array(f"{self}: the target of {name}", target), name
+        )
 
     def __str__(self) -> str:
         return f"{self.setting}={self.spec!r}"

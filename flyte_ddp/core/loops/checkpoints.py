@@ -12,7 +12,7 @@ import torch
 
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.machine.device_copy import copy_to_cpu, map_leaves
-from flyte_ddp.core.models.state_dicts import find_refused_value
+from flyte_ddp.core.models.state_dicts import find_unloadable_value
 from flyte_ddp.core.runs.checkpoint import FOLDER, Checkpoint, Identity, State, load_state
 from flyte_ddp.core.runs.checkpoint_writer import CheckpointWriter, Snapshot
 from flyte_ddp.core.runs.run_folder import METRICS
@@ -64,7 +64,7 @@ class Checkpoints(CheckpointWriter):
         if not isinstance(state, Mapping):
             raise UserError(f"save: the state is a {type(state).__name__}; give a dict, such as {{'model': ...}}")
         new_types = find_types(state) - self.checked_types
-        if new_types and (refused := find_refused_value(empty_tensors(dict(state)))):
+        if new_types and (refused := find_unloadable_value(empty_tensors(dict(state)))):
             raise UserError(
                 f"save: torch.load(weights_only=True) rejects state[{refused[0]!r}]; use only tensors, Python "
                 "numbers, strings, and lists and dicts of them"

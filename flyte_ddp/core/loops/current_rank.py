@@ -15,7 +15,7 @@ import torch.distributed as dist
 from flyte_ddp.core.errors import UserError, print_to_stderr
 from flyte_ddp.core.loops.checkpoints import Checkpoints
 from flyte_ddp.core.loops.records import Records
-from flyte_ddp.core.order.augmentation import bits_of_one_sample
+from flyte_ddp.core.order.augmentation import draw_bits_of_one_sample
 from flyte_ddp.core.parallel.distributed import translate_collective_errors
 from flyte_ddp.core.parallel.training_pass import Generators
 from flyte_ddp.core.runs.checkpoint import Identity, State
@@ -118,7 +118,7 @@ class CurrentRank:
         Call this method first in each step. Noise and dropout then differ from rank to rank. A step that is repeated
         after a resume has the same noise. Processes of a DataLoader are not seeded.
         """
-        bits = bits_of_one_sample(seed, step, self.rank)
+        bits = draw_bits_of_one_sample(seed, step, self.rank)
         Generators(torch.default_generator, random, np.random).seed_each(bits)
         if self.device.type == "cuda":
             torch.cuda.manual_seed(bits)

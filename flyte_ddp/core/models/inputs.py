@@ -32,8 +32,8 @@ class InputSpec:
     def shapes(self) -> tuple[int, int, int]:
         return self.channels, self.height, self.width
 
-    def takes(self, found: "ModelInput") -> bool:
-        """Return whether images of the spec ``found`` fit this spec. Sizes may differ, and grey becomes colour."""
+    def accepts(self, found: "ModelInput") -> bool:
+        """Return whether images of the spec ``found`` fit this model input. Sizes may differ. Grey fits colour."""
         return isinstance(found, InputSpec) and found.channels in (1, self.channels)
 
     def describe(self) -> str:
@@ -59,10 +59,10 @@ class LeavesSpec:
         """Return the shape of the leaf of a sample, or a tuple or dict with the shapes of several leaves."""
         return restore_leaves(self.form, {name: leaf.shape for name, leaf in self.leaves})
 
-    def takes(self, found: "ModelInput") -> bool:
-        """Return whether samples of the spec ``found`` fit this spec. A size of None fits all sizes.
+    def accepts(self, found: "ModelInput") -> bool:
+        """Return whether leaves of the spec ``found`` fit this model input.
 
-        Names and order of the leaves must be equal.
+        Names, order, types and dimensions must be equal. A size of None fits all sizes.
         """
         if isinstance(found, InputSpec) or (self.form, [name for name, _ in self.leaves]) != (
             found.form,
@@ -76,8 +76,8 @@ class LeavesSpec:
             for own, other in pairs
         )
 
-    def in_order_of(self, other: "LeavesSpec") -> "LeavesSpec":
-        """Return this spec with leaves in the order of ``other``, or unchanged if the names of the leaves differ."""
+    def reorder_leaves_like(self, other: "LeavesSpec") -> "LeavesSpec":
+        """Return this spec with its leaves in the order of ``other``. If the names differ, returns this spec."""
         own, names = dict(self.leaves), [name for name, _ in other.leaves]
         return LeavesSpec(self.form, tuple((name, own[name]) for name in names)) if own.keys() == {*names} else self
 
@@ -99,8 +99,8 @@ def prepare_inputs(
 ) -> Leaves:
     """Return a batch's inputs in the form that the model accepts.
 
-    Images (uint8 [N, H, W, C]) are resized and normalised to [N, C, height, width]. Floats in other leaves are
-    converted to ``dtype``, and ``memory_format`` makes no difference.
+    Images (uint8 [N, H, W, C]) are resized and normalised to [N, C, height, width], in ``dtype`` and
+    ``memory_format``. In other inputs, floats are converted to ``dtype``.
     """
     if isinstance(spec, InputSpec):
         return prepare_images(inputs, spec, dtype, memory_format)
@@ -112,12 +112,11 @@ def prepare_inputs(
 
 
 def prepare_images(images: Tensor, spec: InputSpec, dtype: torch.dtype, memory_format: torch.memory_format) -> Tensor:
-    """Return uint8 images [N, H, W, C] as a new tensor [N, channels, height, width], resized and normalised.
+    """Resize and normalise images (uint8 [N, H, W, C]) into a new tensor [N, channels, height, width].
 
-    Grey images become RGB if the model needs three channels. The tensor has the type ``dtype``, and stays on the device
-    of ``images``.
+    If the model needs three channels, grey images become RGB. The tensor is on the device of ``images``.
     """
-    scale, shift = normalisation(spec, images.device, dtype)
+    scale, shift = compute_normalisation(spec, images.device, dtype)
     batch = images.to(dtype, memory_format=torch.contiguous_format)
     if batch.shape[1:] == (spec.height, spec.width, spec.channels):
         rows = batch.flatten(2)  # one vector operation for each row of pixels is faster than a loop over three channels
@@ -138,18 +137,18 @@ def prepare_images(images: Tensor, spec: InputSpec, dtype: torch.dtype, memory_f
 
 
 @functools.lru_cache(maxsize=8)
-def normalisation(spec: InputSpec, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return scale and shift of each channel. A pixel 0..255 is normalised by ``value * scale + shift``."""
+def compute_normalisation(spec: InputSpec, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return scale and shift of each channel, for normalising pixels of 0..255 by ``value * scale + shift``. Cached."""
     mean, std = (torch.tensor(values, dtype=torch.float64, device=device) for values in (spec.mean, spec.std))
     return (1.0 / (std * 255.0)).to(dtype), (-mean / std).to(dtype)
 
 
 @contextmanager
 def translate_input_errors(name: str, model: nn.Module, inputs: Leaves) -> Iterator[None]:
-    """Convert two errors of a model call in the block to UserErrors.
+    """Turn two errors of a model call in the block into UserErrors: unknown tokens, and inputs that do not fit.
 
-    The first is an IndexError of an embedding for an unknown token (CPU only). The second is a TypeError because
-    ``forward`` does not accept the inputs as arguments. Other errors pass through.
+    An embedding on a CPU raises IndexError for an unknown token. A call raises TypeError if ``forward`` does not accept
+    the inputs. Other errors are raised unchanged.
 
     Args:
         name: The name of the model in errors.

@@ -17,10 +17,10 @@ def split_part_names(names: str) -> list[str]:
     return [part.strip().rstrip(".") for part in names.split(",") if part.strip()]
 
 
-def unknown_part_error(setting: str, part: str, names: Iterable[str]) -> UserError:
-    """Return the UserError about a part that does not exist. The text suggests the first parts of ``names``.
+def make_unknown_part_error(setting: str, part: str, names: Iterable[str]) -> UserError:
+    """Return the UserError for a part that the model does not have. The error lists the model's first parts.
 
-    ``setting`` begins the text. ``names`` are the names of all modules or tensors of the model.
+    ``setting`` begins the error. ``names`` are the names of all modules or tensors of the model.
     """
     parts = [*dict.fromkeys(name.partition(".")[0] for name in names)]
     more = ", ..." if len(parts) > MOST_NAMED else ""
@@ -37,7 +37,7 @@ def is_in_parts(name: str, parts: Iterable[str]) -> bool:
 def freeze_parts(model: nn.Module, freeze: str) -> list[str]:
     """Turn off gradients of the parts that ``freeze`` names, and return the names of all modules in these parts.
 
-    Names are separated by commas. Evaluation mode is not set here.
+    ``freeze`` has names of modules or parameters, separated by commas. The mode of the modules is not changed.
 
     Raises:
         UserError: A part is unknown, or all parameters would be frozen.
@@ -47,7 +47,7 @@ def freeze_parts(model: nn.Module, freeze: str) -> list[str]:
     modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     names = [*modules, *parameters]
     if unknown := [part for part in parts if part not in names]:
-        raise unknown_part_error(f"freeze={freeze!r}", unknown[0], names)
+        raise make_unknown_part_error(f"freeze={freeze!r}", unknown[0], names)
     for name, parameter in parameters.items():
         if is_in_parts(name, parts):
             parameter.requires_grad_(False)

@@ -16,10 +16,10 @@ from flyte_ddp.core.samples.pictures import BACKGROUND
 
 
 def save_model(folder: Path, state_dict: dict[str, Tensor], sidecar: Sidecar) -> tuple[Path, Path]:
-    """Write ``model.pt`` and ``model.json`` into a folder, replacing older files, and return the two paths.
+    """Write ``model.pt`` and ``model.json`` (the sidecar) into a folder, and return the two paths.
 
-    Creates the folder. ``state_dict`` must come from the model itself, not from DDP's or torch.compile's wrapper.
-    ``model.json`` also gets ``format`` and ``digests.weights``, the SHA-256 of ``model.pt``.
+    Creates the folder, and replaces older files. ``state_dict`` must come from the model itself, not from DDP's or
+    torch.compile's wrapper. The SHA-256 of ``model.pt`` is added to ``model.json``.
 
     Raises:
         UserError: Writing failed.
@@ -29,7 +29,7 @@ def save_model(folder: Path, state_dict: dict[str, Tensor], sidecar: Sidecar) ->
     with replace_file(sidecar_path) as sidecar_file, replace_file(model_path) as model_file:
         hashing = HashingFile(model_file)
         # Equal weights are equal bytes in torch's zip format. Its older format contains memory addresses.
-        torch.save(portable_state_dict(state_dict), hashing)  # type: ignore[arg-type]
+        torch.save(copy_state_dict_to_cpu(state_dict), hashing)  # type: ignore[arg-type]
         content = replace(sidecar, digests=replace(sidecar.digests, weights=hashing.sha256.hexdigest())).to_json_value()
         with explain_write_errors(sidecar_path):
             sidecar_file.write(json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n")
@@ -37,8 +37,8 @@ def save_model(folder: Path, state_dict: dict[str, Tensor], sidecar: Sidecar) ->
     return model_path, sidecar_path
 
 
-def portable_state_dict(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state_dict with copies of the tensors on the CPU, in row-major order, without shared storage.
+def copy_state_dict_to_cpu(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a copy of the state_dict with all tensors on the CPU, in row-major order, without shared storage.
 
     Values that are no tensors are not copied.
     """
@@ -52,7 +52,7 @@ def portable_state_dict(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load_weights(model: nn.Module, model_path: Path, sidecar: Sidecar) -> None:
-    """Load ``model.pt`` into ``model``, without a check of the SHA-256.
+    """Load ``model.pt`` into ``model``. Does not verify the SHA-256. ``sidecar`` names the model in errors.
 
     Raises:
         UserError: The file cannot be read, holds other objects than weights, or does not fit the model.
@@ -67,10 +67,9 @@ def load_weights(model: nn.Module, model_path: Path, sidecar: Sidecar) -> None:
 
 
 def make_sidecar_input(spec: ModelInput, crop: str) -> ImageInput | LeavesInput:
-    """Return ``input`` of the sidecar: the model's input, and how other programs prepare an image.
+    """Return the entry ``input`` of ``model.json``: the model's input, and how other programs prepare an image.
 
-    ``crop`` is "middle" if the model was evaluated on the middle square of images. Inputs that are no images have no
-    preparation.
+    ``crop`` is "middle" if the model was evaluated on the middle square of images, else "".
     """
     if isinstance(spec, LeavesSpec):
         return spec.to_sidecar_input()
@@ -89,19 +88,21 @@ def make_sidecar_input(spec: ModelInput, crop: str) -> ImageInput | LeavesInput:
     )
 
 
-def parse_input_spec(takes: ImageInput | LeavesInput) -> ModelInput:
-    """Return the model's input as the sidecar describes it. If ``crop_share`` is missing, 224 / 256 is assumed.
+def make_input_spec(described: ImageInput | LeavesInput) -> ModelInput:
+    """Return the model's input that the entry ``input`` of ``model.json`` describes.
+
+    If ``crop_share`` is missing, 224 / 256 is assumed.
 
     Raises:
         UserError: Mean and std do not fit the channels, or ``crop_share`` is out of range.
     """
-    if isinstance(takes, LeavesInput):
-        leaves = ((name, LeafSpec((*leaf.shape,), leaf.dtype)) for name, leaf in takes.leaves.items())
-        return LeavesSpec(takes.form, (*leaves,))
-    share, mean, std = takes.crop_share or EVALUATION_SHARE, takes.mean, takes.std
-    if not len(mean) == len(std) == takes.channels or min(std) <= 0 or not 0 < share <= 1:
+    if isinstance(described, LeavesInput):
+        leaves = ((name, LeafSpec((*leaf.shape,), leaf.dtype)) for name, leaf in described.leaves.items())
+        return LeavesSpec(described.form, (*leaves,))
+    share, mean, std = described.crop_share or EVALUATION_SHARE, described.mean, described.std
+    if not len(mean) == len(std) == described.channels or min(std) <= 0 or not 0 < share <= 1:
         raise UserError(
             "model.json: input must have a mean and a std above 0 for each channel, and a crop_share of at most 1; "
             f"{FIX}"
         )
-    return InputSpec(takes.channels, takes.height, takes.width, (*mean,), (*std,), share)
+    return InputSpec(described.channels, described.height, described.width, (*mean,), (*std,), share)

@@ -119,7 +119,7 @@ class Sidecar(JsonRecord):
 
 
 def read_sidecar(path: Path) -> Sidecar:
-    """Return the content of a ``model.json``. Names of user code stay as written.
+    """Read a ``model.json``, and return its content. Does not import the user code that the file names.
 
     Raises:
         UserError: The file is missing, is not JSON, has another format, or has a value of another type.
@@ -132,10 +132,10 @@ def read_sidecar(path: Path) -> Sidecar:
 
 
 def parse_sidecar(content: bytes, where: str) -> Sidecar:
-    """Return the sidecar in the content of a ``model.json``. Names of user code stay as written.
+    """Return the sidecar from the bytes of a ``model.json``. Does not import the user code that the file names.
 
     Raises:
-        UserError: The content is not JSON, has another format, or has a value of another type. The text begins with
+        UserError: The content is not JSON, has another format, or has a value of another type. The error begins with
             ``where``.
     """
     try:

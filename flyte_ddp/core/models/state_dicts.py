@@ -12,11 +12,11 @@ from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.parallel.distributed import world_size
 
 
-def check_model(name: str, model: nn.Module) -> None:
-    """Raise UserError if several ranks would train a model unlike a single process, or if its state cannot be saved.
+def check_layers_and_state_dict(name: str, model: nn.Module) -> None:
+    """Raise UserError if a model has layers that several ranks cannot train exactly, or a state that cannot be saved.
 
-    Layers are checked only if this process is one of several ranks. To check the state, values that are no tensors are
-    pickled and read again in memory.
+    Layers are checked only if this process is one of several ranks. The state is checked by
+    :func:`check_state_dict`.
     """
     for place, module in model.named_modules() if world_size() > 1 else ():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and (module.max_norm or module.scale_grad_by_freq):
@@ -28,12 +28,11 @@ def check_model(name: str, model: nn.Module) -> None:
 
 
 def check_state_dict(name: str, state_dict: Mapping[str, Any]) -> None:
-    """Raise UserError, naming the entry, if ``torch.load(weights_only=True)`` would reject the state_dict.
+    """Raise UserError if ``torch.load(weights_only=True)`` would reject an entry of the state_dict.
 
-    Tensors are not examined. Other values are pickled and read again in memory. ``name`` is the name of the model in
-    the error.
+    Tensors are not examined. Other values are pickled and loaded in memory. ``name`` is the model's name in the error.
     """
-    if found := find_refused_value(state_dict):
+    if found := find_unloadable_value(state_dict):
         key, value = found
         raise UserError(
             f"model {name!r} has {reprlib.repr(value)} in {key}, which torch.load(weights_only=True) rejects; keep "
@@ -41,10 +40,10 @@ def check_state_dict(name: str, state_dict: Mapping[str, Any]) -> None:
         )
 
 
-def find_refused_value(state_dict: Mapping[str, Any]) -> tuple[str, object] | None:
-    """Return key and value of the first entry that ``torch.load(weights_only=True)`` rejects, or None.
+def find_unloadable_value(state_dict: Mapping[str, Any]) -> tuple[str, object] | None:
+    """Return key and value of the first entry that ``torch.load(weights_only=True)`` would reject, or None.
 
-    Tensors are not examined. Other values are pickled and read again in memory.
+    Tensors are not examined. Other values are pickled and loaded in memory.
     """
     extra = {key: value for key, value in state_dict.items() if not isinstance(value, Tensor)}
     extra["_metadata"] = getattr(state_dict, "_metadata", None)  # versions of modules, and a user's objects

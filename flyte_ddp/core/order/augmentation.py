@@ -14,22 +14,22 @@ MIXUP_SEED = 2**34  # added to the seed, makes the shares of mixup independent o
 
 
 def mix_bits(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the SplitMix64 finaliser (Steele, Lea and Flood, OOPSLA 2014) of each number. Products wrap around."""
+    """Return 64 hashed bits of each number, by SplitMix64's finaliser (Steele, Lea and Flood, OOPSLA 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(FIRST)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(SECOND)
     return x ^ (x >> np.uint64(31))
 
 
-def sample_bits(seed: int, epoch: int, samples: Indices) -> NDArray[np.uint64]:
-    """Return 64 random bits for each sample: a hash of sample, seed and epoch."""
+def draw_sample_bits(seed: int, epoch: int, samples: Indices) -> NDArray[np.uint64]:
+    """Return 64 random bits for each sample: a hash of the sample's number, seed and epoch."""
     x = samples.astype(np.uint64)
     for word in (seed, epoch):
         x = mix_bits(x + np.uint64((word + 1) * INCREMENT % 2**64))
     return x
 
 
-def bits_of_one_sample(seed: int, epoch: int, sample: int) -> int:
-    """Return 64 random bits for a single sample, the same as :func:`sample_bits`, without the time of NumPy's calls."""
+def draw_bits_of_one_sample(seed: int, epoch: int, sample: int) -> int:
+    """Return the bits of :func:`draw_sample_bits` for a single sample, faster because without NumPy."""
     x = sample
     for word in (seed, epoch):
         x = (x + (word + 1) * INCREMENT) & WORD
@@ -39,29 +39,29 @@ def bits_of_one_sample(seed: int, epoch: int, sample: int) -> int:
     return x
 
 
-def uniform_draws(seed: int, epoch: int, samples: Indices, draws: int) -> NDArray[np.float64]:
+def draw_uniform(seed: int, epoch: int, samples: Indices, draws: int) -> NDArray[np.float64]:
     """Return ``draws`` random numbers in 0 <= x < 1 for each sample, [N, draws].
 
-    The numbers depend only on ``seed``, ``epoch`` and the number of the sample.
+    A sample's random numbers depend only on ``seed``, ``epoch`` and the sample's number.
     """
     steps = np.arange(1, draws + 1, dtype=np.uint64) * np.uint64(INCREMENT)
-    bits = mix_bits(sample_bits(seed, epoch, samples)[:, None] + steps)
+    bits = mix_bits(draw_sample_bits(seed, epoch, samples)[:, None] + steps)
     return np.asarray((bits >> np.uint64(11)) * 2.0**-53)
 
 
 def augment_images(images: Tensor, kind: str, *, seed: int, epoch: int, samples: Indices, fill: int = 0) -> Tensor:
-    """Return images [N, H, W, C] shifted at random by up to 1/8 of their sides.
+    """Return images [N, H, W, C] shifted at random by up to 1/8 of their sides, and perhaps mirrored.
 
     Args:
         images: The images. If ``kind`` is "none", the same tensor is returned.
         kind: "crop" shifts, "crop_flip" also mirrors half of the images, and "none" changes nothing.
         samples: Numbers of the samples [N]. The shift of an image depends on ``seed``, ``epoch`` and this number.
-        fill: Value of the uncovered part.
+        fill: Value of the pixels that a shift uncovers.
     """
     if kind == "none":
         return images
     count, height, width, _ = images.shape
-    bits = sample_bits(seed, epoch, samples)
+    bits = draw_sample_bits(seed, epoch, samples)
     margins = (height // 8, width // 8)
     # The bits from 0 on choose the vertical shift, the bits from 16 on the horizontal shift, and bit 32 the mirroring.
     shift_y, shift_x = (
@@ -78,21 +78,21 @@ def augment_images(images: Tensor, kind: str, *, seed: int, epoch: int, samples:
     return padded[torch.arange(count, device=images.device)[:, None, None], rows[:, :, None], columns[:, None, :]]
 
 
-def choose_partners(batch: Indices, seed: int, step: int) -> Indices:
-    """Return the samples with which the samples of a global batch [B] are mixed, [B].
+def choose_mixup_partners(batch: Indices, seed: int, step: int) -> Indices:
+    """Return the partner with which mixup mixes each sample of a global batch, [B].
 
-    The partners are the batch itself in random order, so a sample's partner may be the sample itself.
+    The partners are the batch in random order, so a sample's partner may be the sample itself.
     """
     # Zhang et al., "mixup", ICLR 2018, permute each process's part instead, and use one share for the whole batch.
     return make_generator(MIXING, seed, step).permutation(batch)
 
 
-def draw_shares(samples: Indices, alpha: float, seed: int, step: int) -> NDArray[np.float64]:
-    """Return the share of each sample in its mixture, [n], drawn from the distribution Beta(alpha, alpha).
+def draw_mixup_shares(samples: Indices, alpha: float, seed: int, step: int) -> NDArray[np.float64]:
+    """Return each sample's share in its mixture with a partner, [n], drawn from the distribution Beta(alpha, alpha).
 
-    A share depends only on ``alpha``, ``seed``, ``step`` and the number of the sample. The partner has the rest.
+    The partner has the rest. A share depends only on ``alpha``, ``seed``, ``step`` and the sample's number.
     """
     from scipy import special  # late, because this takes as long as all other imports of a rank
 
-    uniform = uniform_draws(seed + MIXUP_SEED, step, samples, 1)[:, 0]
+    uniform = draw_uniform(seed + MIXUP_SEED, step, samples, 1)[:, 0]
     return np.asarray(special.betaincinv(alpha, alpha, uniform))

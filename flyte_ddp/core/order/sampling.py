@@ -28,9 +28,9 @@ def make_generator(purpose: int, seed: int, first: int = 0, second: int = 0) -> 
 
 
 def split_indices(samples: int, fraction: float, seed: int, purpose: int = SPLIT) -> tuple[Indices, Indices]:
-    """Divide the numbers 0..samples-1 at random into two parts.
+    """Divide the numbers 0..samples-1 at random into a rest and a held-out part.
 
-    ``fraction`` of the numbers, rounded, is held out. The division depends only on the arguments.
+    The held-out part has ``fraction`` of the numbers, rounded. The division depends only on the arguments.
 
     Returns:
         The rest, and the held-out numbers, both ascending.
@@ -53,14 +53,17 @@ class Order(Protocol):
 
     def __len__(self) -> int: ...
 
-    def samples(self, place: slice) -> Indices:
-        """Return the samples in a slice of the order of evaluations. The slice has no step."""
+    def samples_at(self, place: slice) -> Indices:
+        """Return the samples at the positions ``place`` of the order of evaluations. ``place`` is a slice without step.
+
+        An evaluation has each sample of the split once.
+        """
 
     def batches(self, epoch: int, batch_size: int, first: int = 0) -> Iterator[Indices]:
         """Yield the global batches of an epoch of training, from batch ``first`` on. The last batch may be smaller."""
 
-    def prefetch_distance(self, batch_size: int, *, mixed: bool) -> int:  # noqa: ARG002
-        """Return the number of batches for which files are fetched ahead, 0 if nothing is fetched.
+    def count_batches_to_prefetch(self, batch_size: int, *, mixed: bool) -> int:  # noqa: ARG002
+        """Return for how many batches ahead files are fetched: 0 by default, if the split has no files to fetch.
 
         ``mixed`` is True in an epoch of training, and False in an evaluation.
         """
@@ -77,11 +80,11 @@ class ListedOrder(Order):
     def __len__(self) -> int:
         return len(self.listed)
 
-    def samples(self, place: slice) -> Indices:
+    def samples_at(self, place: slice) -> Indices:
         return self.listed[place]
 
-    def substitutes(self, sample: int) -> Indices:  # noqa: ARG002
-        """Return the samples, ascending, that may replace a damaged sample: here all samples."""
+    def list_substitutes(self, sample: int) -> Indices:  # noqa: ARG002
+        """Return the samples that may replace a damaged sample: here all samples, ascending."""
         return self.listed
 
     def epoch_order(self, epoch: int) -> Indices:
@@ -94,15 +97,15 @@ class ListedOrder(Order):
 
 
 def take_slice(items: Indices, part: int, parts: int) -> Indices:
-    """Return slice ``part`` of ``parts`` consecutive slices.
+    """Cut ``items`` into ``parts`` consecutive slices, and return slice number ``part``.
 
     The lengths of slices differ by at most 1, and longer slices come first.
     """
-    return items[slice_start(len(items), part, parts) : slice_start(len(items), part + 1, parts)]
+    return items[compute_slice_start(len(items), part, parts) : compute_slice_start(len(items), part + 1, parts)]
 
 
-def slice_start(length: int, part: int, parts: int) -> int:
-    """Return the start of slice ``part`` when ``length`` items are cut into ``parts``.
+def compute_slice_start(length: int, part: int, parts: int) -> int:
+    """Return the position where slice ``part`` of :func:`take_slice` begins, if there are ``length`` items.
 
     For ``part`` equal to ``parts``, returns ``length``.
     """

@@ -25,23 +25,26 @@ from flyte_ddp.core.order.sampling import Indices
 TEST_FRACTION = 0.1  # of the samples, held out for testing if there is no test set
 
 
-def count_rank_streams(shuffle_streams: int, ranks: int, parts: int = 1) -> int:
-    """Return the largest number of streams that a rank's slices of one batch overlap.
+def count_streams_per_rank(shuffle_streams: int, ranks: int, parts: int = 1) -> int:
+    """Return from how many streams, at most, a rank reads in one batch.
 
-    ``shuffle_streams`` is the number of all streams, and ``parts`` is the number of micro-batches.
+    Args:
+        shuffle_streams: Number of all streams, which are parts of an epoch's sequence of samples.
+        ranks: Number of ranks.
+        parts: Number of micro-batches.
     """
     return min(shuffle_streams, parts * (-(-shuffle_streams // (parts * ranks)) + 1))
 
 
 def slice_lengths(length: int, parts: int) -> NDArray[np.int64]:
-    """Return the lengths, [parts], of the slices into which ``length`` items are cut. Longer slices come first."""
+    """Return the lengths of the slices of :func:`take_slice`, if ``length`` items are cut into ``parts``."""
     return length // parts + (np.arange(parts) < length % parts).astype(np.int64)
 
 
 def scale_counts(fraction: float, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return ``fraction`` of each count, as whole numbers whose sum is ``fraction`` of the sum, rounded.
+    """Multiply each count by ``fraction``, and round so that the sum is also rounded correctly.
 
-    Each cumulative sum is off by at most one half.
+    Each cumulative sum is at most 0.5 from the exact value.
     """
     ends: NDArray[np.int64] = np.floor(np.cumsum(counts) * fraction + 0.5).astype(np.int64)
     return np.diff(ends, prepend=0)
@@ -65,7 +68,7 @@ class ShardSplits:
     def samples_in_shard(self, shard: int, split: str) -> NDArray[np.int64]:
         """Return the samples of ``split`` in a shard, ascending, as numbers within the shard.
 
-        ``split`` is "training", "validation" or "test". The result is empty if the shard has no sample of the split.
+        ``split`` is "training", "validation" or "test". If the shard has no sample of the split, the result is empty.
         """
         if not self.sizes[split][shard]:
             return np.empty(0, dtype=np.int64)
@@ -144,23 +147,23 @@ class ShardOrder(sampling.Order):
     def __len__(self) -> int:
         return self.total
 
-    def samples(self, place: slice) -> Indices:
-        """Return the samples in a slice of the order of evaluations.
+    def samples_at(self, place: slice) -> Indices:
+        """Return the samples at the positions ``place`` of the order of evaluations. ``place`` is a slice without step.
 
-        The order goes shard by shard, with each sample once, whatever the weight of the shard. The slice has no step.
+        The order goes shard by shard, and has each sample once. Weights of shards make no difference.
         """
         start, stop, _ = place.indices(int(self.ends[-1]))
-        slices = slices_by_shard(self.ends, start, stop)
+        slices = split_range_by_shard(self.ends, start, stop)
         parts = [self.firsts[shard] + self.samples_in_shard(shard)[part] for shard, part in slices]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
-    def substitutes(self, sample: int) -> Indices:
-        """Return the samples that may replace a damaged sample: this split's samples in its shard, ascending."""
+    def list_substitutes(self, sample: int) -> Indices:
+        """Return the samples that may replace a damaged sample: the split's samples in the same shard, ascending."""
         shard = int(np.searchsorted(self.firsts, sample, side="right")) - 1
         return np.asarray(self.firsts[shard] + self.samples_in_shard(shard))
 
     def batches(self, epoch: int, batch_size: int, first: int = 0) -> Iterator[Indices]:
-        """Yield an epoch's global batches, from number ``first`` on.
+        """Yield an epoch's global batches (numbers of samples), from batch ``first`` on.
 
         A batch has about equally many samples of each stream, in the order of the streams.
         """
@@ -173,17 +176,23 @@ class ShardOrder(sampling.Order):
             parts = [
                 self.shuffled_samples(epoch, int(shards[place]))[part]
                 for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)
-                for place, part in slices_by_shard(ends_of_shards, begin, end)
+                for place, part in split_range_by_shard(ends_of_shards, begin, end)
             ]
             yield np.concatenate(parts)
 
-    def prefetch_distance(self, batch_size: int, *, mixed: bool) -> int:
-        """Return the number of batches for which shards are fetched ahead: as many as the largest shard lasts."""
+    def count_batches_to_prefetch(self, batch_size: int, *, mixed: bool) -> int:
+        """Return for how many batches ahead shards are fetched: as many as the samples of the largest shard last.
+
+        ``mixed`` is True in an epoch of training, and False in an evaluation.
+        """
         longest = int(self.taken.max()) if mixed else int(self.available.max())
         return -(-longest // max(1, batch_size // self.shuffle_streams if mixed else batch_size))
 
     def locate_streams(self, batch_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return each stream's start in the sequence, and each stream's samples in a full batch, [streams]."""
+        """Return where each stream starts in an epoch's sequence, and how many samples each gives to a full batch.
+
+        Both are [streams].
+        """
         full, ragged = divmod(self.total, batch_size)
         streams = min(self.shuffle_streams, batch_size)
         each = slice_lengths(batch_size, streams)
@@ -191,15 +200,15 @@ class ShardOrder(sampling.Order):
         return np.cumsum(lengths) - lengths, each
 
     def _shuffle_shards(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return an epoch's shards in random order, and the cumulative numbers of their samples."""
+        """Return an epoch's shards in random order, and the cumulative numbers of samples at the end of each shard."""
         used = np.flatnonzero(self.taken)
         shards = sampling.make_generator(sampling.ORDER, self.splits.seed, epoch).permutation(used)
         return shards, np.cumsum(self.taken[shards])
 
     def _shuffle_samples(self, epoch: int, shard: int) -> Indices:
-        """Return the samples of a shard in an epoch, in random order.
+        """Return the samples that an epoch uses of a shard, in random order.
 
-        The shard's weight decides which samples are repeated or missing.
+        Depending on the shard's weight, samples are repeated or missing.
         """
         numbers, taken = self.samples_in_shard(shard), int(self.taken[shard])
         if taken != len(numbers):
@@ -214,10 +223,10 @@ SampleOrder: TypeAlias = sampling.ListedOrder | ShardOrder  # the orders of samp
 Orders: TypeAlias = dict[str, SampleOrder]  # of "training", "validation" and "test"
 
 
-def slices_by_shard(ends: NDArray[np.int64], start: int, end: int) -> Iterator[tuple[int, slice]]:
-    """Yield (shard, slice within the shard) for the positions ``start`` to ``end`` - 1, shard by shard.
+def split_range_by_shard(ends: NDArray[np.int64], start: int, end: int) -> Iterator[tuple[int, slice]]:
+    """Divide the positions ``start`` to ``end`` - 1 by shard: yield (shard, slice within the shard).
 
-    ``ends`` are the cumulative numbers of the shards' samples.
+    ``ends`` has the position behind the last sample of each shard.
     """
     while start < end:
         shard = int(np.searchsorted(ends, start, side="right"))

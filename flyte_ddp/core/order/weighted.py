@@ -25,7 +25,7 @@ class WeightedOrder(ListedOrder):
     ends: NDArray[np.float64]  # running sums of the weights of ``listed``
 
     def epoch_order(self, epoch: int) -> Indices:
-        """Return as many drawn samples for an epoch as the split has. Samples may be repeated or missing."""
+        """Draw the samples of an epoch by weight, as many as the split has. Samples may be repeated or missing."""
         # A draw is below 1, and so below the last end. A draw chooses the first sample whose end is above the draw. A
         # sample with weight 0 has the end of the sample before, and is never chosen.
         draws = make_generator(DRAWS, self.seed, epoch).random(len(self.listed)) * self.ends[-1]
@@ -45,12 +45,12 @@ class CustomOrder(ListedOrder):
         return self.length
 
     def epoch_order(self, epoch: int) -> Indices:
-        """Call the user's function, and return the samples of an epoch.
+        """Return the samples that the user's function chooses for an epoch. The function's exceptions pass through.
 
         Raises:
             UserError: The function returns something unfit, or another number of samples than for epoch 0.
         """
-        chosen = self.call_function(epoch)
+        chosen = self.call_choose_samples(epoch)
         if len(chosen) != self.length:
             raise UserError(
                 f"sampling={self.spec!r}: returned {len(chosen):,} samples for epoch {epoch} and {self.length:,} for "
@@ -58,8 +58,8 @@ class CustomOrder(ListedOrder):
             )
         return chosen
 
-    def call_function(self, epoch: int) -> Indices:
-        """Call the user's function, and return the samples that it chooses for an epoch.
+    def call_choose_samples(self, epoch: int) -> Indices:
+        """Return the samples that the user's function chooses for an epoch, without a check of their number.
 
         The function's exceptions pass through.
 
@@ -80,8 +80,8 @@ class CustomOrder(ListedOrder):
         return chosen.astype(np.int64)
 
 
-def draw_by_weights(order: ListedOrder, weights: NDArray[Any]) -> WeightedOrder:
-    """Return an order that draws the samples of ``order`` by ``weights``.
+def make_weighted_order(order: ListedOrder, weights: NDArray[Any]) -> WeightedOrder:
+    """Return an order that draws samples of ``order`` with replacement, with probabilities proportional to ``weights``.
 
     ``weights`` has a number for each sample of ``order``, in ascending order of the samples.
 
@@ -96,15 +96,15 @@ def draw_by_weights(order: ListedOrder, weights: NDArray[Any]) -> WeightedOrder:
     return WeightedOrder(order.listed, order.seed, ends=ends)
 
 
-def inverse_class_counts(labels: NDArray[Any]) -> NDArray[np.float64]:
-    """Return the weight of each sample: 1 divided by the number of samples in its class."""
+def compute_inverse_class_counts(labels: NDArray[Any]) -> NDArray[np.float64]:
+    """Return a weight for each sample: 1 divided by the number of samples in the sample's class."""
     _, classes, counts = np.unique(labels, return_inverse=True, return_counts=True)
     weights: NDArray[np.float64] = 1.0 / counts[classes]
     return weights
 
 
 def make_custom_order(order: ListedOrder, spec: str, choose_samples: Callable[[Indices, int, int], Any]) -> CustomOrder:
-    """Return the order that a user's function makes. Calls the function twice for epoch 0.
+    """Return an order whose samples a user's function chooses. To check the function, calls it twice for epoch 0.
 
     Args:
         order: The samples of the split, and the seed.
@@ -115,7 +115,7 @@ def make_custom_order(order: ListedOrder, spec: str, choose_samples: Callable[[I
         UserError: The two calls return different samples, or something else than samples of the split.
     """
     custom = CustomOrder(order.listed, order.seed, spec=spec, choose_samples=choose_samples)
-    first, again = custom.call_function(0), custom.call_function(0)
+    first, again = custom.call_choose_samples(0), custom.call_choose_samples(0)
     if not np.array_equal(first, again):
         raise UserError(
             f"sampling={spec!r}: returned different samples in a second call for epoch 0: must depend on samples, seed "

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, Sampler
 
 from flyte_ddp.core.errors import UserError
-from flyte_ddp.core.order.sampling import ListedOrder, slice_start, steps_per_epoch, take_slice
+from flyte_ddp.core.order.sampling import ListedOrder, compute_slice_start, steps_per_epoch, take_slice
 from flyte_ddp.core.parallel import distributed
 
 
@@ -55,7 +55,7 @@ class RankBatches(Sampler[list[int]]):
         rank, num_ranks = self.place
         for start in range(self.first * self.batch_size, len(self.order), self.batch_size):
             size = min(self.batch_size, len(self.order) - start)
-            share = slice_start(size, rank + 1, num_ranks) - slice_start(size, rank, num_ranks)
+            share = compute_slice_start(size, rank + 1, num_ranks) - compute_slice_start(size, rank, num_ranks)
             yield share * num_ranks / size
 
 
@@ -121,7 +121,7 @@ def evaluation_batches(
     require_at_least(0, n=n)
     require_at_least(1, batch_size=batch_size)
     place, places = get_rank_and_num_ranks(rank, num_ranks)
-    first, last = (slice_start(steps_per_epoch(n, batch_size), each, places) for each in (place, place + 1))
+    first, last = (compute_slice_start(steps_per_epoch(n, batch_size), each, places) for each in (place, place + 1))
     return BatchSampler(range(first * batch_size, min(last * batch_size, n)), batch_size, drop_last=False)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.machine.device_copy import copy_to_device
-from flyte_ddp.core.order.augmentation import FIRST, INCREMENT, SECOND, bits_of_one_sample, sample_bits
+from flyte_ddp.core.order.augmentation import FIRST, INCREMENT, SECOND, draw_bits_of_one_sample, draw_sample_bits
 from flyte_ddp.core.order.sampling import Indices
 
 PASSES_WATCHED, THEN_EVERY = 100, 10  # passes that are checked for draws: the first 100, and later every tenth
@@ -57,7 +57,7 @@ class TrainingPass:
         seed += 2**32  # not augmentation's seed: dropout would be correlated with a sample's augmentation
         self.device = device
         if self.has_dropout:
-            bits = sample_bits(seed, epoch, samples)
+            bits = draw_sample_bits(seed, epoch, samples)
             self.states = copy_to_device(torch.from_numpy(bits.view(np.int64)), device)
             if self.increment.device.type != device.type:
                 self.increment = copy_to_device(self.increment, device)
@@ -65,7 +65,7 @@ class TrainingPass:
             self.has_compiled_calls = False
         self.forward_done = False
         self.is_watched = not self.model_draws and (self.passes < PASSES_WATCHED or not self.passes % THEN_EVERY)
-        first = bits_of_one_sample(seed, epoch, int(samples[0]))
+        first = draw_bits_of_one_sample(seed, epoch, int(samples[0]))
         self.generators.seed_each(first)
         if self.is_watched:
             self.reference.seed_each(first)

@@ -7,10 +7,10 @@ from flyte_ddp.core.errors import UserError
 
 
 def normalize_class_names(dataset: str, names: Iterable[object]) -> tuple[str, ...]:
-    """Return class names in Unicode's form NFC. Names that are no texts are converted by ``str``.
+    """Return class names as texts in Unicode's form NFC. Names of another type are converted by ``str``.
 
     Raises:
-        UserError: A name is not UTF-8, or two names become equal. The text begins with ``dataset``.
+        UserError: A name is not UTF-8, or two names become equal. The error begins with ``dataset``.
     """
     given: dict[str, str] = {}  # the first name of each form
     for name in map(str, names):

@@ -46,9 +46,9 @@ class Ragged:
 
 
 def map_leaves(function: Callable[[Any], Any], leaves: Leaves) -> Leaves:
-    """Return leaves in the same form, with ``function(leaf)`` in place of each leaf. None stays None.
+    """Apply a function to each leaf, and return the results in the same dict, tuple or leaf form. None stays None.
 
-    Dicts and tuples inside dicts and tuples are also descended. A list is one leaf.
+    Nested dicts and tuples are descended into. A list is one leaf.
     """
     if isinstance(leaves, Mapping):
         return {name: map_leaves(function, leaf) for name, leaf in leaves.items()}
@@ -58,9 +58,9 @@ def map_leaves(function: Callable[[Any], Any], leaves: Leaves) -> Leaves:
 
 
 def name_leaves(leaves: Leaves) -> dict[str, Any]:
-    """Return the leaves by name.
+    """Return the leaves as a dict by name.
 
-    The name is a key of a dict, a position in a tuple ("0", "1"), or "" for a single leaf.
+    The name is the key in a dict, the position in a tuple ("0", "1"), or "" for a single leaf.
     """
     if hasattr(leaves, "__array__"):  # arrays first, because the check for a Mapping is the slowest step here
         return {"": leaves}
@@ -72,16 +72,16 @@ def name_leaves(leaves: Leaves) -> dict[str, Any]:
 
 
 def restore_leaves(form: str, named: Mapping[str, Any]) -> Leaves:
-    """Return leaves of the form "dict", "tuple", "leaf" or "none" from leaves by name.
+    """Undo :func:`name_leaves`: return named leaves in the form "dict", "tuple", "leaf" or "none".
 
-    This is the inverse of :func:`name_leaves`. A tuple gets the leaves in the order of the dict.
+    A tuple gets the leaves in the order of the dict.
     """
     if form == "dict":
         return dict(named)
     return (*named.values(),) if form == "tuple" else next(iter(named.values()), None)
 
 
-def form_of(leaves: Leaves) -> str:
+def get_leaves_form(leaves: Leaves) -> str:
     """Return the form of leaves: "dict", "tuple", "leaf" or "none"."""
     if isinstance(leaves, Mapping):
         return "dict"
@@ -89,7 +89,7 @@ def form_of(leaves: Leaves) -> str:
 
 
 def group_leaves(kind: str, samples: Sequence[Leaves], names: Sequence[str]) -> dict[str, list[Any]]:
-    """Return each leaf of all samples as a list, by the leaf's name.
+    """Return, for each leaf's name, the list of this leaf in all samples.
 
     Args:
         kind: The name of the leaves in errors, such as "inputs".
@@ -101,31 +101,31 @@ def group_leaves(kind: str, samples: Sequence[Leaves], names: Sequence[str]) -> 
     """
     named = [name_leaves(leaves) for leaves in samples]
     for name, leaves, each in zip(names, samples, named, strict=True):
-        if form_of(leaves) != form_of(samples[0]) or each.keys() != named[0].keys():
+        if get_leaves_form(leaves) != get_leaves_form(samples[0]) or each.keys() != named[0].keys():
             forms = f"are {describe_form(leaves)}, but those of {names[0]} are {describe_form(samples[0])}"
             raise UserError(f"the {kind} of {name} {forms}: all must have the same form")
     return {key: [each[key] for each in named] for key in named[0]}
 
 
 def describe_form(leaves: Leaves) -> str:
-    form = form_of(leaves)
+    form = get_leaves_form(leaves)
     if form == "dict":
         return f"a dict with {', '.join(map(str, name_leaves(leaves))) or 'nothing'}"
     return {"none": "None", "leaf": "one array"}.get(form) or f"a tuple of {len(leaves)}"
 
 
-def require_array(name: str, values: Any) -> NDArray[Any]:
-    """Return ``values`` as an array.
+def convert_to_array(name: str, values: Any) -> NDArray[Any]:
+    """Return an array, a tensor or a list as a NumPy array. Tensors lose their gradients.
 
-    Tensors lose their gradients. Floats that NumPy lacks, for example bfloat16, become float32.
+    Floats that NumPy lacks, for example bfloat16, become float32.
 
     Raises:
-        UserError: The values are ragged, on a GPU or masked, or a whole number is 2**63 or more. The text names
-            ``name``.
+        UserError: The values are ragged, on a GPU or masked, or a whole number is 2**63 or more. The error begins
+            with ``name``.
     """
-    refuse_masked(name, values)
+    check_not_masked(name, values)
     try:
-        array = np.asarray(drop_tensor_parts(values))
+        array = np.asarray(prepare_tensors_for_numpy(values))
         if array.dtype.kind == "V" and "float" in array.dtype.name:  # a type of the package ml_dtypes
             array = array.astype(np.float32)
     except (ValueError, TypeError, RuntimeError) as error:
@@ -135,13 +135,14 @@ def require_array(name: str, values: Any) -> NDArray[Any]:
     return array
 
 
-def drop_tensor_parts(values: Any) -> Any:
-    """Return tensors, also in a list, in a form for NumPy: dense, without gradients, small floats as float32.
+def prepare_tensors_for_numpy(values: Any) -> Any:
+    """Return a tensor, or a list of tensors, in a form that NumPy accepts: dense and without gradients.
 
-    A nested tensor becomes a list of tensors. Values that are no tensors are returned unchanged.
+    Floats of 16 or fewer bits become float32. A nested tensor becomes a list of tensors. Values that are no tensors are
+    returned unchanged.
     """
     if isinstance(values, list):
-        return [drop_tensor_parts(each) for each in values] if values and is_tensor(values[0]) else values
+        return [prepare_tensors_for_numpy(each) for each in values] if values and is_tensor(values[0]) else values
     if not is_tensor(values):
         return values
     values = values.detach()
@@ -155,11 +156,8 @@ def is_tensor(values: Any) -> bool:
     return hasattr(values, "detach") and hasattr(values, "element_size")
 
 
-def refuse_masked(name: str, values: Any) -> None:
-    """Raise UserError if values, or an item of a list, are an array with masked values.
-
-    Masked arrays without any masked value are accepted. ``name`` begins the text.
-    """
+def check_not_masked(name: str, values: Any) -> None:
+    """Raise UserError if an array, or an array in a list, has masked values. The error begins with ``name``."""
     parts = values if isinstance(values, (list, tuple)) else [values]
     if any(isinstance(part, np.ma.MaskedArray) and np.ma.is_masked(part) for part in parts):
         fill = "fill them (.filled(0), or .filled(np.nan) for float targets)"
@@ -168,16 +166,16 @@ def refuse_masked(name: str, values: Any) -> None:
 
 
 def require_numbers(what: str, array: NDArray[Any], fix: str) -> None:
-    """Raise UserError, with the advice ``fix``, unless an array holds numbers or truth values."""
+    """Raise UserError unless an array holds numbers or truth values. ``what`` begins the error, and ``fix`` ends it."""
     if array.dtype.kind not in "biuf":
         got = {"O": "objects", "U": "texts", "S": "bytes"}.get(array.dtype.kind, str(array.dtype))
         raise UserError(f"{what}: must be numbers or truth values, got {got}; {fix}")
 
 
 def call_with_leaves(function: Callable[..., Any], leaves: Leaves) -> Any:
-    """Call a function, for example a model, with a leaf or with all leaves of a tuple or dict.
+    """Call a function, such as a model, with the leaves as arguments, and return the result.
 
-    The leaves of a dict become keyword arguments.
+    The leaves of a tuple become positional arguments, and the leaves of a dict become keyword arguments.
     """
     if isinstance(leaves, Mapping):
         return function(**leaves)

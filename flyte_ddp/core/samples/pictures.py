@@ -17,11 +17,11 @@ BACKGROUND = (255, 255, 255)
 BITS_PER_SAMPLE = 258  # TIFF's tag
 
 
-def opaque_picture(image: Image.Image) -> Image.Image:
+def convert_to_opaque_8_bit(image: Image.Image) -> Image.Image:
     """Return a picture with 8 bits a channel, and with white pixels in place of transparent pixels.
 
-    A picture with transparency becomes RGBA, except 16-bit grey, which stays grey. If nothing changes, the same object
-    is returned. Longer values keep the upper 8 bits.
+    Values of 16 bits keep the upper 8 bits. A picture with transparency becomes RGBA, but 16-bit grey stays grey. If
+    nothing changes, returns the same object.
 
     Raises:
         ValueError: The range of the pixels is unknown (floats, signed integers, or integers of 32 bits).
@@ -49,28 +49,28 @@ def opaque_picture(image: Image.Image) -> Image.Image:
 
 
 def picture_to_pixels(image: Any) -> NDArray[Any]:
-    """Return a picture as an array [H, W] or [H, W, C].
+    """Return a PIL image, array or tensor as an array [H, W] or [H, W, C].
 
     A PIL image becomes grey or RGB uint8, with white in place of transparent pixels. A tensor must be [C, H, W]. Type
-    and shape of other arrays are not checked.
+    and shape of an array are not checked.
 
     Raises:
         ValueError: The range of a PIL image's pixels is unknown.
     """
     if hasattr(image, "convert"):
-        image = opaque_picture(image)
+        image = convert_to_opaque_8_bit(image)
         image = image.convert("L" if image.mode in ("1", "L") else "RGB")
     pixels = np.asarray(image)
     return pixels.transpose(1, 2, 0) if hasattr(image, "permute") and pixels.ndim == 3 else pixels
 
 
-def require_pixels(what: str, image: Any) -> NDArray[np.uint8]:
-    """Return a picture as an array uint8 [H, W, C].
+def convert_to_uint8_pixels(what: str, image: Any) -> NDArray[np.uint8]:
+    """Return a PIL image, array or tensor as an array uint8 [H, W, C].
 
     A PIL image becomes grey or RGB, with white in place of transparent pixels. A tensor must be [C, H, W].
 
     Raises:
-        UserError: The image has another type or shape, or pixels of an unknown range. The text begins with ``what``.
+        UserError: The image has another type or shape, or pixels of an unknown range. The error begins with ``what``.
     """
     try:
         pixels = picture_to_pixels(image)
@@ -83,10 +83,10 @@ def require_pixels(what: str, image: Any) -> NDArray[np.uint8]:
     return pixels[..., np.newaxis] if pixels.ndim == 2 else pixels
 
 
-def png_layout(image: Image.Image) -> str:
-    """Return Pillow's name of the stored values of a PNG that is not loaded yet, else "".
+def get_png_raw_mode(image: Image.Image) -> str:
+    """Return Pillow's name of a PNG's stored pixel format: for RGB of 16 bits, "RGB" with the suffix "16B".
 
-    For example, 16-bit RGB values have the name "RGB" with the suffix "16B".
+    Returns "" for other formats, and for an image that is already loaded.
     """
     stored: Any = image
     return str(stored.tile[0].args) if image.format == "PNG" and stored.tile else ""

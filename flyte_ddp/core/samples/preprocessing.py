@@ -19,16 +19,18 @@ TABLE = "table"  # key in a preprocessing: the Table that makes inputs of rows, 
 def pack_preprocessing(
     preprocessing: Any, prepare: Callable[[Any, Any], Any] | None, columns: Mapping[str, Sequence[str]]
 ) -> dict[str, Any]:
-    """Return ``preprocessing`` (pickled), ``prepare`` and ``columns`` for JSON, or {} if the first two are None.
+    """Return a JSON object with the pickled ``preprocessing``, the name of ``prepare``, and ``columns``.
+
+    If ``preprocessing`` and ``prepare`` are None, the object is empty.
 
     Args:
         preprocessing: Any object that can be pickled.
-        prepare: A module-level function of ``preprocessing`` and a source of new rows.
+        prepare: A function, defined in a module, of ``preprocessing`` and a source of new rows.
         columns: The column names of each frame, by the name of the leaf.
 
     Raises:
         UserError: ``preprocessing`` cannot be pickled, or is given without ``prepare``. Also if ``prepare`` is not
-            defined by a module or does not accept two arguments.
+            defined in a module or does not accept two arguments.
     """
     if prepare is None:
         if preprocessing is None:
@@ -40,7 +42,7 @@ def pack_preprocessing(
     except UserError:
         raise UserError(f"prepare={spec!r}: must be a function defined in a module") from None
     require_two_arguments(prepare, spec)
-    return {"prepare": spec, **pack_fitted(preprocessing), "columns": columns}
+    return {"prepare": spec, **pickle_for_json(preprocessing), "columns": columns}
 
 
 def require_two_arguments(prepare: Callable[..., Any], spec: str) -> None:
@@ -51,8 +53,8 @@ def require_two_arguments(prepare: Callable[..., Any], spec: str) -> None:
         raise UserError(f"prepare={spec!r}: must accept (preprocessing, source)") from None
 
 
-def pack_fitted(fitted: Any) -> dict[str, Any]:
-    """Return the pickle of an object in base64, the pickle's SHA-256, and the releases of the installed packages.
+def pickle_for_json(fitted: Any) -> dict[str, Any]:
+    """Return a JSON object with an object's pickle in base64, its SHA-256, and the versions of installed packages.
 
     Raises:
         UserError: The object cannot be pickled.

@@ -11,7 +11,7 @@ from torch import nn
 
 from flyte_ddp.core.hardware import Hardware
 from flyte_ddp.core.models.inputs import ModelInput
-from flyte_ddp.core.models.state_dicts import check_model
+from flyte_ddp.core.models.state_dicts import check_layers_and_state_dict
 from flyte_ddp.core.parallel.batch_norm import synchronise_batch_norm
 from flyte_ddp.core.parallel.distributed import rank, world_size
 from flyte_ddp.core.parallel.dropout import make_dropout_rank_independent
@@ -43,7 +43,7 @@ def build_initial_model(
             single process.
     """
     model = plan.model.build(outputs, inputs)
-    check_model(plan.model.name, model)
+    check_layers_and_state_dict(plan.model.name, model)
     if initial_weights is not None:
         plan.model.load_initial_weights(model, initial_weights)
     return model

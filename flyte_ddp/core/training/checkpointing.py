@@ -12,7 +12,7 @@ import torch
 
 from flyte_ddp.core.errors import print_to_stderr
 from flyte_ddp.core.machine.device_copy import copy_to_cpu
-from flyte_ddp.core.models.state_dicts import find_refused_value
+from flyte_ddp.core.models.state_dicts import find_unloadable_value
 from flyte_ddp.core.parallel.distributed import rank
 from flyte_ddp.core.runs import checkpoint
 from flyte_ddp.core.runs.checkpoint_writer import CheckpointWriter, Snapshot
@@ -179,4 +179,4 @@ class Checkpointer(CheckpointWriter):
         trained = (name for name, weight in self.state.model.named_parameters() if weight.requires_grad)
         weights = (saved[name] for name in trained if name in saved)
         finite = not snapshot.values["saw_non_finite"] and all(map(is_finite, weights))
-        return finite and not find_refused_value(saved)
+        return finite and not find_unloadable_value(saved)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from flyte_ddp.core.errors import UserError
-from flyte_ddp.core.models.state_dicts import find_refused_value
+from flyte_ddp.core.models.state_dicts import find_unloadable_value
 from flyte_ddp.core.runs.checkpoint import State
 
 Attributes = dict[str, Any]  # numbers, truth values and tensors of an optimiser, by name
@@ -43,7 +43,7 @@ def check_optimizer_state(optimizer: Optimizer, spec: str) -> None:
         parts |= {f"state[{number}][{key!r}]": value for key, value in items}
     for number, group in enumerate(parts.pop("param_groups", [])):
         parts |= {f"param_groups[{number}][{key!r}]": value for key, value in group.items()}
-    if found := find_refused_value(parts):
+    if found := find_unloadable_value(parts):
         key, value = found
         raise UserError(
             f"optimizer={spec!r}: keeps a {type(value).__name__} in {key}, which torch.load(weights_only=True) rejects "

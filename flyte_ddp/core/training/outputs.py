@@ -223,7 +223,7 @@ def verify_saved_model(fresh: nn.Module, model_path: Path, sidecar: Sidecar, sta
     Raises:
         UserError: The outputs differ, or the weights do not fit the new model.
     """
-    first = state.test.order.samples(slice(0, min(VERIFIED_SAMPLES, len(state.test))))
+    first = state.test.order.samples_at(slice(0, min(VERIFIED_SAMPLES, len(state.test))))
     inputs, targets, _ = state.test.load_batch(first)
     saving.load_weights(fresh, model_path, sidecar)
     model = fresh.to(state.device).eval()
@@ -333,7 +333,7 @@ def describe_batches(state: TrainingState, objective: Objective, index: NDArray[
     batch_size = state.plan.loop.test_batch_size
     for start in range(0, len(index), batch_size):
         places = index[start : start + batch_size].tolist()
-        samples = [int(state.test.order.samples(slice(at, at + 1))[0]) for at in places]
+        samples = [int(state.test.order.samples_at(slice(at, at + 1))[0]) for at in places]
         numbers = np.array(samples, dtype=np.int64)
         inputs, targets, names = state.test.load_batch(numbers)
         with torch.no_grad(), state.evaluation_mode():

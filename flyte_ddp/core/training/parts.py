@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 from flyte_ddp.core.machine.device_copy import copy_to_device
 from flyte_ddp.core.objectives.objective import convert_outputs
 from flyte_ddp.core.order import sampling
-from flyte_ddp.core.order.augmentation import choose_partners, draw_shares
+from flyte_ddp.core.order.augmentation import choose_mixup_partners, draw_mixup_shares
 from flyte_ddp.core.parallel.distributed import rank, sum_over_ranks, world_size
 from flyte_ddp.core.samples.leaves import Leaves
 from flyte_ddp.core.training.training_state import TrainingState
@@ -84,7 +84,7 @@ def split_for_rank(
 def list_slices(state: TrainingState, batch: sampling.Indices, step: int) -> list[RankSlice]:
     """Return this rank's slice of each micro-batch of a global batch. With mixup, slices have partners."""
     loop = state.plan.loop
-    partners = choose_partners(batch, loop.seed, step) if loop.mixup else None
+    partners = choose_mixup_partners(batch, loop.seed, step) if loop.mixup else None
     return split_for_rank(batch, loop.accumulation_steps, partners, step)
 
 
@@ -98,7 +98,7 @@ def load_slice(state: TrainingState, part: RankSlice) -> LoadedSlice:
     targets = [(convert_outputs(batch.targets, state.dtype), state.objective.weights(batch.targets)) for batch in loads]
     if part.partners is None:
         return LoadedSlice(len(part.samples), inputs, [], targets)
-    drawn = draw_shares(part.samples, state.plan.loop.mixup, state.plan.loop.seed, part.step)
+    drawn = draw_mixup_shares(part.samples, state.plan.loop.mixup, state.plan.loop.seed, part.step)
     sample_shares = copy_to_device(torch.from_numpy(drawn), state.device)
     shares = [sample_shares, 1 - sample_shares]
     weighted = [

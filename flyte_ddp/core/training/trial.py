@@ -47,7 +47,7 @@ def try_evaluation(state: TrainingState) -> str:
         return f"{skipped} model {plan.model.name!r} cannot be copied: {error!r}"
     model.eval()
     with keep_random_state(), torch.no_grad():
-        first = test.order.samples(slice(0, min(TRIED, len(test))))
+        first = test.order.samples_at(slice(0, min(TRIED, len(test))))
         columns = try_samples(state, model, "test", first)
         has_user_measures = not type(state.objective).measure.__module__.startswith("flyte_ddp.")
         if rank() == 0 and has_user_measures:
@@ -99,7 +99,7 @@ def refuse_non_finite_sample(state: TrainingState, split_name: str, losses: Tens
     split: Split = getattr(state, split_name)
     places = (~losses.isfinite()).nonzero()
     if len(places):
-        samples = split.order.samples(slice(int(places[0, 0]), int(places[0, 0]) + 1))
+        samples = split.order.samples_at(slice(int(places[0, 0]), int(places[0, 0]) + 1))
         batch = split.load_batch(samples)
         refuse_non_finite(state, batch.inputs, batch.targets, samples, split_name)
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from flyte_ddp.core.models.sidecar import EVALUATION_SHARE
-from flyte_ddp.core.order.augmentation import uniform_draws
+from flyte_ddp.core.order.augmentation import draw_uniform
 from flyte_ddp.core.order.sampling import Indices
 from flyte_ddp.core.samples.pictures import Pixels
 
@@ -39,7 +39,7 @@ def draw_crops(seed: int, epoch: int, samples: Indices) -> NDArray[np.float64]:
 
     The numbers depend only on ``seed``, ``epoch`` and the number of the sample.
     """
-    return uniform_draws(seed, epoch, samples, DRAWS)
+    return draw_uniform(seed, epoch, samples, DRAWS)
 
 
 def random_crop(draws: NDArray[np.float64], height: int, width: int) -> Crop:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from flyte_ddp.core.samples.pictures import Pixels, opaque_picture, png_layout
+from flyte_ddp.core.samples.pictures import Pixels, convert_to_opaque_8_bit, get_png_raw_mode
 
 JPEG = b"\xff\xd8\xff"  # first bytes of a file
 APP1, SOS = 0xFFE1, 0xFFDA  # markers in a JPEG: EXIF data, and the start of a scan, which ends the header
@@ -108,7 +108,7 @@ def decode_with_torchcodec(content: bytes) -> Pixels:
     # decodes animations (torchcodec would decode every frame) and 16-bit PNGs (torchcodec would round the values).
     with open_with_pillow(content) as image:
         animated = image.format in ANIMATIONS and getattr(image, "is_animated", False)
-        for_pillow = animated or png_layout(image).endswith(";16B")
+        for_pillow = animated or get_png_raw_mode(image).endswith(";16B")
         # torchcodec looks for EXIF data in the first APP1 segment only, which may hold XMP data.
         for_pillow |= exif_orientation(image) != 1 and content.startswith(JPEG) and not is_exif_first(content)
         transparent = image.has_transparency_data
@@ -126,14 +126,14 @@ def decode_with_torchcodec(content: bytes) -> Pixels:
         return pixels
     if pixels[..., 3].min() == 255:  # opaque everywhere
         return pixels[..., :3]
-    return np.array(opaque_picture(Image.fromarray(np.ascontiguousarray(pixels))).convert("RGB"))
+    return np.array(convert_to_opaque_8_bit(Image.fromarray(np.ascontiguousarray(pixels))).convert("RGB"))
 
 
 def decode_with_pillow(content: bytes, mode: str = "RGB") -> NDArray[np.uint8]:
     """Decode an image with Pillow to upright pixels in one of Pillow's modes. Raises DecodingError if Pillow fails."""
     with open_with_pillow(content) as image:
         image.load()
-        opaque, orientation = opaque_picture(image).convert(mode), exif_orientation(image)
+        opaque, orientation = convert_to_opaque_8_bit(image).convert(mode), exif_orientation(image)
         return np.array(opaque.transpose(Image.Transpose[TURNS[orientation - 2]]) if 2 <= orientation <= 8 else opaque)
 
 

@@ -16,7 +16,7 @@ from flyte_ddp.core.loading.workers import POSSIBLE, make_pool
 from flyte_ddp.core.machine.resources import count_cores
 from flyte_ddp.core.models.inputs import InputSpec, ModelInput
 from flyte_ddp.core.models.sidecar import EVALUATION_SHARE
-from flyte_ddp.core.order.shard_order import Orders, count_rank_streams
+from flyte_ddp.core.order.shard_order import Orders, count_streams_per_rank
 from flyte_ddp.core.parallel.distributed import world_size
 from flyte_ddp.core.samples.pictures import Pixels
 from flyte_ddp.core.settings import Settings
@@ -61,7 +61,7 @@ def open_encoded_splits(
     """
     # The reader keeps two shards open for each shuffle stream, because all may change shards in the same step.
     ranks = 1 if hp.mixup else world_size()  # a sample's partner may be any other sample of the global batch
-    streams = count_rank_streams(hp.shuffle_shards, ranks, min(hp.accumulation_steps, hp.batch_size))
+    streams = count_streams_per_rank(hp.shuffle_shards, ranks, min(hp.accumulation_steps, hp.batch_size))
     options, augmentation = sample_options(data, hp), Augmentation.of(hp.augment, hp.seed)
     bad, members = BadSamples(hp.bad_samples), options["decode"] is not None
     in_train = [order for split, order in orders.items() if split != "test" or data.test is None]
@@ -115,7 +115,7 @@ def iterate_test_images(data: EncodedSet, opening: Opening) -> Iterator[Pixels]:
             return None
 
     order, threads = data.order_test(), opening.settings.loaders or count_cores()
-    samples = order.samples(slice(0, len(order)))
+    samples = order.samples_at(slice(0, len(order)))
     with closing(data.open_reader(data.test_source, opening.settings)) as images:
         decoded = map_samples(images, samples, threads, decode_or_none, 2 * threads)  # few ahead: images may be large
         yield from (image for image in decoded if image is not None)

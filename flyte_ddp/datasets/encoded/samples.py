@@ -93,7 +93,7 @@ class EncodedSamples(SampleLoader):
         """
         if self.decode is None:
             return TargetSpec(np.dtype(np.int64), (), self.classes)
-        first = int(self.orders[0].samples(slice(0, 1))[0])
+        first = int(self.orders[0].samples_at(slice(0, 1))[0])
         with keep_random_state():
             image, target, name = self.load_image_or_substitute(first, self.reader.read_sample(first), None)
         where = f"sample {name!r}"
@@ -149,7 +149,7 @@ class EncodedSamples(SampleLoader):
         if loaded := self.decode_or_record(sample, encoded, epoch):
             return *loaded, encoded.key
         self.replaced.add(sample)
-        others = next(found for order in self.orders if sample in (found := order.substitutes(sample)))
+        others = next(found for order in self.orders if sample in (found := order.list_substitutes(sample)))
         place = int(np.searchsorted(others, sample))  # substitutes() are ascending
         for other in [*others[place + 1 :].tolist(), *others[:place].tolist()]:
             if loaded := self.decode_or_record(other, self.reader.read_sample(other), epoch):

@@ -75,7 +75,7 @@ class ShardSet(EncodedSet):
     def list_training(self) -> Indices:
         samples = np.arange(self.train_samples)
         tests = self.order_test()
-        return samples if self.test is not None else np.setdiff1d(samples, tests.samples(slice(0, len(tests))))
+        return samples if self.test is not None else np.setdiff1d(samples, tests.samples_at(slice(0, len(tests))))
 
     def divide_shards(self, counts: NDArray[np.int64], validation_fraction: float, seed: int) -> ShardSplits:
         return self.divide(counts, validation_fraction, TEST_FRACTION if self.test is None else 0.0, seed)

@@ -53,7 +53,7 @@ class StreamOrder(Order):
     def __len__(self) -> int:
         return self.total
 
-    def samples(self, place: slice) -> Indices:
+    def samples_at(self, place: slice) -> Indices:
         return np.arange(place.start, place.stop)
 
     def batches(self, epoch: int, batch_size: int, first: int = 0) -> Iterator[Indices]:
