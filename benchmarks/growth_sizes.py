@@ -77,7 +77,7 @@ def evaluate(where: str, classes: int, batches: int) -> dict[str, float]:
     """Return the peak memory that an evaluation adds, in units of a batch's logits, and the seconds."""
     import torch
 
-    from flyte_ddp.core.training.evaluate import gather_columns
+    from flyte_ddp.core.training.evaluate import compute_split_columns
     from flyte_ddp.objectives import Classification, Facts
     from flyte_ddp.release.evaluation import Evaluation
 
@@ -96,15 +96,15 @@ def evaluate(where: str, classes: int, batches: int) -> dict[str, float]:
     def compute_logits(*_: Any) -> Any:
         return torch.rand(BATCH, classes)
 
-    def compute_columns() -> None:
+    def compute_batch_columns() -> None:
         if where == "training":
-            gather_columns(compute_logits, Split(), BATCH, objective)  # type: ignore[arg-type]
+            compute_split_columns(compute_logits, Split(), BATCH, objective)  # type: ignore[arg-type]
         else:
             Evaluation.from_batches(objective, ((compute_logits(), targets, BATCH) for _ in range(batches)))
 
     torch.rand(4).double().log_softmax(0)
     before = most_memory()
-    seconds = count_seconds(compute_columns)
+    seconds = count_seconds(compute_batch_columns)
     return {"memory": (most_memory() - before) / (4 * BATCH * classes), "seconds": seconds}
 
 

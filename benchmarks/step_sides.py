@@ -31,7 +31,7 @@ from flyte_ddp.core.runs.work import Work
 from flyte_ddp.core.settings import Settings
 from flyte_ddp.core.training.plan import TrainingJob
 from flyte_ddp.core.training.recording import Recorder
-from flyte_ddp.core.training.train import remaining_batches, train_step
+from flyte_ddp.core.training.train import iterate_remaining_batches, train_step
 from flyte_ddp.core.training.training_state import TrainingState
 from flyte_ddp.datasets import SampleArrays, arrays, fetch, image_arrays, open_prepared
 from flyte_ddp.datasets.prepared_set import PreparedSet
@@ -104,7 +104,7 @@ CASES: dict[str, Callable[..., Case]] = {
 def train_ours(state: TrainingState, recorder: Recorder) -> Iterator[int]:
     """Run the library's steps, with their records, and yield each global batch's number of samples."""
     while True:
-        for batch in state.clock.time_steps(remaining_batches(state)):
+        for batch in state.clock.time_steps(iterate_remaining_batches(state)):
             train_step(state, recorder, batch)
             yield len(batch)
         state.epoch += 1

@@ -11,7 +11,7 @@ from scipy.stats import binomtest, fisher_exact, norm
 from torch import Tensor
 
 from flyte_ddp.core.objectives.objective import Columns
-from flyte_ddp.core.training.evaluate import measure_columns
+from flyte_ddp.core.training.evaluate import compute_measures
 from flyte_ddp.monitor.window import FEWEST, Score
 from flyte_ddp.objectives import Classification, Objective, Regression
 from flyte_ddp.predict.sample_columns import draw_measured
@@ -61,7 +61,7 @@ def measure_truth(objective: Objective, columns: Columns) -> Score:
     found = Score(truths=samples)
     if samples < FEWEST or columns.get("prediction", columns["loss"]).isinf().any():
         return found
-    score = measure_columns(objective, dict(columns))[objective.main_measure]
+    score = compute_measures(objective, dict(columns))[objective.main_measure]
     if not math.isfinite(score):
         return found
     found = replace(found, score=score)
@@ -119,7 +119,7 @@ def p_value_of_draws(objective: Objective, columns: Columns, held_out: Columns, 
 
     def subtract_measures(order: NDArray[np.int64]) -> float:
         sides = ({key: column[part] for key, column in every.items()} for part in np.split(order, [samples]))
-        ours, theirs = (measure_columns(objective, side)[name] for side in sides)
+        ours, theirs = (compute_measures(objective, side)[name] for side in sides)
         return sign * (ours - theirs)
 
     total = len(every["loss"])

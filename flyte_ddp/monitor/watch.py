@@ -25,7 +25,7 @@ from flyte_ddp.core.progress import Progress
 from flyte_ddp.core.samples.leaves import Leaves, name_leaves
 from flyte_ddp.core.settings import Settings
 from flyte_ddp.core.text.formatting import format_count, join_first
-from flyte_ddp.core.training.evaluate import compute_columns
+from flyte_ddp.core.training.evaluate import compute_batch_columns
 from flyte_ddp.core.user_code.source import translate_user_errors
 from flyte_ddp.datasets import open_prepared
 from flyte_ddp.datasets.encoded.samples import BadSamples
@@ -112,7 +112,7 @@ class WatchedModel:
                 if not known.all():
                     outputs = map_floats(outputs, lambda values: values[known])  # noqa: B023
                 with torch.no_grad():
-                    found = compute_columns(model.objective, outputs, targets, int(known.sum()))
+                    found = compute_batch_columns(model.objective, outputs, targets, int(known.sum()))
                 self.measured.append({name: column.double().cpu() for name, column in found.items()})
         self.columns = join_columns(parts)
 

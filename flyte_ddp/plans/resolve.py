@@ -20,7 +20,7 @@ PHOTO_CLIP_NORM = 1.0  # of gradients of the small models on encoded images, whi
 
 def resolve(hp: Hyperparameters) -> TrainingPlan:
     """Return the plan of a training, with the callables that the hyperparameters name. User code is not imported."""
-    optimizer = OptimizerSettings.of(hp)
+    optimizer = OptimizerSettings.from_hyperparameters(hp)
     if hp.grad_clip_norm < 0:
         clipped = hp.model in catalog.SMALL_MODELS and hp.encoded_kind
         optimizer = replace(optimizer, grad_clip_norm=PHOTO_CLIP_NORM if clipped else 0.0)
@@ -29,9 +29,9 @@ def resolve(hp: Hyperparameters) -> TrainingPlan:
     return TrainingPlan(
         hyperparameters=hp,
         options=options,
-        loop=LoopSettings.of(hp),
+        loop=LoopSettings.from_hyperparameters(hp),
         optimizer=optimizer,
-        selection=SelectionSettings.of(hp),
+        selection=SelectionSettings.from_hyperparameters(hp),
         hardware=hardware_settings(hp),
         data=NamedData(hp),
         model=NamedModel(

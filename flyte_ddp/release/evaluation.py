@@ -19,7 +19,7 @@ from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.objectives.objective import list_floats, overrides
 from flyte_ddp.core.samples.leaves import Leaves, map_leaves
 from flyte_ddp.core.text.formatting import name_measure
-from flyte_ddp.core.training.evaluate import compute_columns, measure_columns
+from flyte_ddp.core.training.evaluate import compute_batch_columns, compute_measures
 from flyte_ddp.datasets.prepared_set import PreparedSet
 from flyte_ddp.objectives import Classification, Multilabel, Objective
 from flyte_ddp.objectives.threshold import predict_classes
@@ -86,7 +86,7 @@ class Evaluation:
         """
         found = cls(objective, columns, finite, {}, places=np.arange(len(finite)))
         if finite.all() or isinstance(objective, Classification):
-            found.measures = measure_columns(objective, columns)
+            found.measures = compute_measures(objective, columns)
         if finite.all() and not math.isfinite(found.score):
             name = objective.main_measure
             raise UserError(
@@ -174,7 +174,7 @@ def compute_part(objective: Objective, outputs: Any, targets: Leaves, samples: i
 
     Classification also has the columns "confidence" and "nll". ``samples`` is the number of samples in the batch.
     """
-    columns = compute_columns(objective, outputs, targets, samples)
+    columns = compute_batch_columns(objective, outputs, targets, samples)
     if isinstance(objective, Classification) and isinstance(outputs, Tensor):
         logs = torch.log_softmax(outputs, dim=1, dtype=torch.float64)
         of_label = logs.gather(1, targets[:, None])[:, 0]

@@ -14,7 +14,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.order.sampling import ListedOrder
 from flyte_ddp.core.progress import Progress
-from flyte_ddp.core.training.optimisation import make_own_optimizers, make_schedule
+from flyte_ddp.core.training.optimisation import make_schedule, make_user_optimizers
 from flyte_ddp.core.user_code.callables import load_callable
 from flyte_ddp.core.user_code.source import find_user_sources, user_source_digest
 from flyte_ddp.datasets.custom import CustomSet
@@ -222,7 +222,7 @@ def test_an_own_function_with_other_parameters_is_refused_before_it_is_called(pr
     weights = torch.nn.Linear(1, 1)
     for setting, given, refuse in (
         ("dataset", "data_source", lambda spec: CustomSet(spec).load("", project, Progress("off"))),
-        ("optimizer", "model, hp", lambda spec: make_own_optimizers(weights, spec, Hyperparameters())),
+        ("optimizer", "model, hp", lambda spec: make_user_optimizers(weights, spec, Hyperparameters())),
         ("schedule", "step, total_steps", lambda spec: make_schedule(spec, 0, 10)),
     ):
         for name, said in ("bare", "too many positional arguments"), ("three", "missing a required argument: '"):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.order import sampling
 from flyte_ddp.core.parallel.distributed import rank
-from flyte_ddp.core.training.evaluate import gather_columns, measure_split
+from flyte_ddp.core.training.evaluate import compute_split_columns, measure_split
 from flyte_ddp.core.training.train import apply_gradients, compute_gradients
 from flyte_ddp.datasets import open_prepared
 from flyte_ddp.plans.resolve import detect_hardware
@@ -49,7 +49,7 @@ def step_in_ranks(folder: Path, cases: Iterable[tuple[str, str, Hyperparameters]
             apply_gradients(state)
             states.append({key: value.clone() for key, value in state.model.state_dict().items()})
         with state.evaluation_mode():
-            columns = gather_columns(state.predict, state.test, hp.test_batch_size, state.objective)
+            columns = compute_split_columns(state.predict, state.test, hp.test_batch_size, state.objective)
             found = measure_split(state.objective, columns)
         if rank() == 0:
             torch.save((losses, states, found.measures["loss"]), folder / f"{name}.pt")

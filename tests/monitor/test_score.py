@@ -9,7 +9,7 @@ from scipy.stats import fisher_exact, permutation_test
 from sklearn.metrics import average_precision_score
 from torch import Tensor
 
-from flyte_ddp.core.training.evaluate import compute_columns
+from flyte_ddp.core.training.evaluate import compute_batch_columns
 from flyte_ddp.monitor import score
 from flyte_ddp.monitor.score import ALPHA, DRAWS, HeldOut, find_p_value, measure_score, measure_truth, p_value_of_draws
 from flyte_ddp.monitor.window import Score
@@ -27,7 +27,7 @@ def draw_rare(random: np.random.Generator, samples: int, separation: float = SEP
     truth = random.random(samples) < POSITIVE
     logits = torch.from_numpy(random.normal(size=samples) + separation * truth)
     outputs = torch.stack([torch.zeros_like(logits), logits], dim=1)
-    return compute_columns(make_rare(), outputs, torch.from_numpy(truth).long(), samples)
+    return compute_batch_columns(make_rare(), outputs, torch.from_numpy(truth).long(), samples)
 
 
 def judge(objective: Objective, window: dict[str, Tensor], held_out: dict[str, Tensor], seed: int = 0) -> Score:
@@ -50,7 +50,7 @@ def test_the_p_value_of_an_accuracy_is_fishers(right: int) -> None:
     wrong = ((places < 60) & (places >= right)) | (places >= 60 + 130)
     outputs = torch.stack([torch.zeros(210), wrong * 2.0 - 1], dim=1)
     objective = make_objective("classification", Facts(("a", "b")), {})
-    columns = compute_columns(objective, outputs, truth, 210)
+    columns = compute_batch_columns(objective, outputs, truth, 210)
     window, held_out = ({name: each[part] for name, each in columns.items()} for part in (slice(60), slice(60, 210)))
     p = p_value_of_draws(objective, window, held_out, 0)
     expected = fisher_exact([[right, 60 - right], [130, 20]], alternative="less").pvalue
@@ -68,7 +68,7 @@ def test_the_p_value_of_another_measure_is_that_of_scipys_permutation_test(shift
     objective = make_objective("regression", Facts(select_by="mae"), {})
     errors = random.normal(size=60) * (1 + shift), random.normal(size=200)
     window, held_out = (
-        compute_columns(objective, torch.from_numpy(each)[:, None], torch.zeros(len(each)), len(each))
+        compute_batch_columns(objective, torch.from_numpy(each)[:, None], torch.zeros(len(each)), len(each))
         for each in errors
     )
 
@@ -81,13 +81,13 @@ def test_the_p_value_of_another_measure_is_that_of_scipys_permutation_test(shift
 
 
 def test_draws_stop_as_soon_as_the_level_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted, measure = [0], score.measure_columns
+    counted, measure = [0], score.compute_measures
 
     def count(*given: Any) -> Any:
         counted[0] += 1
         return measure(*given)
 
-    monkeypatch.setattr(score, "measure_columns", count)
+    monkeypatch.setattr(score, "compute_measures", count)
     random, objective = np.random.default_rng(3), make_rare()
     p = p_value_of_draws(objective, draw_rare(random, 2000), draw_rare(random, 2000), 0)
     assert p is not None
@@ -123,7 +123,7 @@ def test_an_error_that_grows_is_worse_whatever_measures_it(measure: str) -> None
     def draw(error: float) -> dict[str, Tensor]:
         truth = torch.from_numpy(random.normal(size=400))
         predicted = truth + error * torch.from_numpy(random.normal(size=400))
-        return compute_columns(objective, predicted[:, None], truth, 400)
+        return compute_batch_columns(objective, predicted[:, None], truth, 400)
 
     held_out = draw(0.5)
     assert judge(objective, draw(0.8), held_out).worse

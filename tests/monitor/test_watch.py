@@ -23,7 +23,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.models.saving import save_model
 from flyte_ddp.core.models.sidecar import read_sidecar
-from flyte_ddp.core.training.evaluate import compute_columns
+from flyte_ddp.core.training.evaluate import compute_batch_columns
 from flyte_ddp.datasets import fetch, open_arrays
 from flyte_ddp.monitor.page import write_page, write_table
 from flyte_ddp.monitor.records import read_windows, record_window
@@ -372,17 +372,17 @@ def test_an_interval_is_of_the_measure_or_there_is_none() -> None:
     for shape, intervals in (((), True), ((1,), True), ((2,), False)):
         objective = make_objective("regression", Facts(target_shape=shape), {})
         outputs, targets = (torch.tensor(random.normal(size=(100, *shape))) for _ in range(2))
-        columns = compute_columns(objective, outputs, targets, 100)
+        columns = compute_batch_columns(objective, outputs, targets, 100)
         found = measure_truth(objective, columns)
         expected = (outputs - targets).square().mean(0).sqrt().mean().item()
         assert (found.truths, found.score) == (100, pytest.approx(expected))
         assert (found.low is not None) == intervals
         if intervals:
             assert found.low < found.score < found.high
-        same = measure_truth(objective, compute_columns(objective, targets + 1, targets, 100))
+        same = measure_truth(objective, compute_batch_columns(objective, targets + 1, targets, 100))
         assert same == Score(truths=100, score=pytest.approx(1))
         outputs[3] = torch.inf
-        assert measure_truth(objective, compute_columns(objective, outputs, targets, 100)) == Score(truths=100)
+        assert measure_truth(objective, compute_batch_columns(objective, outputs, targets, 100)) == Score(truths=100)
 
 
 def test_an_interval_of_a_share_ends_at_one() -> None:
@@ -390,5 +390,5 @@ def test_an_interval_of_a_share_ends_at_one() -> None:
     truth = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).repeat(50, 1)
     outputs = (truth - 0.5) * 9
     outputs[0, 0] = -1
-    found = measure_truth(objective, compute_columns(objective, outputs, truth, 100))
+    found = measure_truth(objective, compute_batch_columns(objective, outputs, truth, 100))
     assert 0.9 < found.low < found.score < found.high == 1

@@ -25,7 +25,7 @@ from flyte_ddp.core.order.augmentation import choose_mixup_partners, draw_mixup_
 from flyte_ddp.core.order.sampling import Indices
 from flyte_ddp.core.parallel.distributed import rank
 from flyte_ddp.core.training import parts as loaded_parts
-from flyte_ddp.core.training.evaluate import gather_columns, measure_split
+from flyte_ddp.core.training.evaluate import compute_split_columns, measure_split
 from flyte_ddp.core.training.train import compute_gradients
 from flyte_ddp.datasets import open_arrays, open_prepared
 from flyte_ddp.datasets.on_demand_set import OnDemandSet
@@ -309,7 +309,7 @@ def evaluate_recall(folder: Path) -> float:
     """Return the recall of the model's first weights over the whole test split, in batches of 5."""
     state = make_state(PAIRS, replace(detect_hardware(PAIRS), threads=1), open_prepared(folder / "pair_tasks.pairs"))
     with state.evaluation_mode():
-        columns = gather_columns(state.predict, state.test, 5, state.objective)
+        columns = compute_split_columns(state.predict, state.test, 5, state.objective)
         return measure_split(state.objective, columns).measures["recall_at_1"]
 
 

@@ -24,7 +24,7 @@ from flyte_ddp.core.loading.split import Split
 from flyte_ddp.core.objectives.objective import class_weights_of
 from flyte_ddp.core.order.sampling import ListedOrder
 from flyte_ddp.core.parallel.distributed import rank, world_size
-from flyte_ddp.core.training.evaluate import compute_columns, gather_columns, mean_loss, measure_split
+from flyte_ddp.core.training.evaluate import compute_batch_columns, compute_split_columns, mean_loss, measure_split
 from flyte_ddp.objectives import Facts, Objective, Regression, make_objective
 
 CLASSES = ("a", "b", "c", "d")
@@ -156,7 +156,7 @@ def evaluate(case: Case, size: int) -> dict[str, Any]:
     outputs = torch.from_numpy(case.outputs).double()
     split = Split(source, ListedOrder(np.arange(size, dtype=np.int32)))
     objective = case.make()
-    columns = gather_columns(lambda images, *_: outputs[images.flatten().long()], split, BATCH, objective)
+    columns = compute_split_columns(lambda images, *_: outputs[images.flatten().long()], split, BATCH, objective)
     return vars(measure_split(objective, columns))
 
 
@@ -247,7 +247,7 @@ def test_outputs_that_are_not_finite_are_not_measured() -> None:
         Regression(Facts((), (1,))),
     )
     outputs = torch.tensor([[0.5], [torch.nan]])
-    found = measure_split(objective, gather_columns(lambda *_: outputs, split, 2, objective)).measures
+    found = measure_split(objective, compute_split_columns(lambda *_: outputs, split, 2, objective)).measures
     assert math.isnan(found.pop("loss"))
     assert [*found] == ["rmse", "mae", "r2"]
     assert all(math.isnan(value) for value in found.values())
@@ -264,7 +264,7 @@ def test_columns_of_two_shapes_are_refused() -> None:
     images, targets = torch.zeros(3, 1, 1, 1, dtype=torch.uint8), torch.zeros(3, 1)
     split = Split(images_in_memory(images, targets, torch.device("cpu")), ListedOrder(np.arange(3)))
     with pytest.raises(UserError, match=r"'a': \(2,\)\} in one batch and .*'a': \(1,\)\} in another"):
-        gather_columns(lambda images, *_: torch.zeros(len(images), 1), split, 2, Unequal(Facts((), (1,))))
+        compute_split_columns(lambda images, *_: torch.zeros(len(images), 1), split, 2, Unequal(Facts((), (1,))))
 
 
 @pytest.mark.parametrize("shape", [(7,), (7, 3)])
@@ -279,7 +279,7 @@ def test_known_numbers_need_no_weights(shape: tuple[int, ...], loss: str) -> Non
         weights = objective.weights(targets)
         assert (weights is None) == known
         total = objective.loss_sum(outputs, targets, weights, 7) / (7 if weights is None else weights.sum())
-        columns = compute_columns(objective, outputs, targets, 7)
+        columns = compute_batch_columns(objective, outputs, targets, 7)
         assert [*columns] == ["loss", *([] if known else ["weight"]), "prediction", "truth"]
         for found in (float(total), mean_loss(columns)):
             assert found == pytest.approx(float(expected(outputs, targets)), rel=1e-12)

@@ -71,7 +71,7 @@ def test_a_trial_killed_in_each_rung_ends_as_a_direct_run(
             if hp.num_ranks > 1:
                 faults.inject(patch, tmp_path / f"marker-{steps_divisor}", kind="SIGKILL", **fault)
             elif fault["at"] == "evaluation":
-                patch.delattr(training, "gather_columns")
+                patch.delattr(training, "compute_split_columns")
             else:
                 fail_after(fault["pass"], patch)
             with pytest.raises(RankError, match=r"killed by SIGKILL|NameError|MemoryError"):

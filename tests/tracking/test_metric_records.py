@@ -14,7 +14,7 @@ from wandb_runs import IMAGES, RECORDS
 from flyte_ddp.core.files import replace_file
 from flyte_ddp.core.objectives.table_columns import merge_columns
 from flyte_ddp.core.text.json_lines import JsonLines, read_records
-from flyte_ddp.core.training.outputs import name_table_columns
+from flyte_ddp.core.training.outputs import split_columns_by_type
 from flyte_ddp.objectives import Classification, Facts
 from flyte_ddp.tracking import wandb_feed
 
@@ -102,7 +102,7 @@ def test_the_table_has_names_and_not_too_many_scores(tmp_path: Path, names: list
     scores[range(3), [2, 1, 0]] = 0.5
     objective = Classification(Facts(tuple(f"class {k}" for k in range(classes))))
     columns = merge_columns(objective.answers(scores.log()), objective.truths(torch.tensor([0, 1, 1])))
-    texts, numbers = name_table_columns(columns)
+    texts, numbers = split_columns_by_type(columns)
     arrays = {
         "index": np.arange(6),
         "images": IMAGES,

@@ -10,7 +10,7 @@ import torch
 
 from flyte_ddp.core.hardware import Hardware
 from flyte_ddp.core.machine.clock import STEPS, Clock, make_clock
-from flyte_ddp.core.training.recording import Recorder, describe_waiting
+from flyte_ddp.core.training.recording import Recorder, describe_waiting_for_data
 
 
 class Device:
@@ -90,7 +90,7 @@ def test_a_device_that_is_the_limit_has_the_seconds_of_its_work(monkeypatch: pyt
     found = clock.seconds
     assert found["forward_backward"] == pytest.approx(199 * 60 * 1e-3)
     assert found["data"] == pytest.approx(199 * 2 * 1e-3, rel=0.02)
-    assert not describe_waiting(found, ON_16, 15, pictures=True)
+    assert not describe_waiting_for_data(found, ON_16, 15, pictures=True)
 
 
 def test_batches_that_are_late_are_waits_for_data(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ def test_batches_that_are_late_are_waits_for_data(monkeypatch: pytest.MonkeyPatc
     check_parts(device, clock, seconds)
     idle = 99 * (0.5 - 63 * (1e-3 - 1e-4))  # without what the device has still to do of the step before
     assert clock.seconds["data"] == pytest.approx(idle, rel=0.02)
-    assert describe_waiting(clock.seconds, ON_16, 15, pictures=True).startswith("The GPU waited 8")
+    assert describe_waiting_for_data(clock.seconds, ON_16, 15, pictures=True).startswith("The GPU waited 8")
 
 
 def test_a_resumed_run_has_the_time_of_both_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,17 +137,17 @@ def waits(loading: float, data: float) -> dict[str, float]:
 
 
 def test_waits_of_more_than_a_fifth_are_reported() -> None:
-    assert not describe_waiting(waits(1.0, 0.99), ON_16, 15, pictures=True)
-    assert describe_waiting(waits(1.0, 1.01), ON_16, 15, pictures=True)
-    assert not describe_waiting({"data": 5.0}, ON_16, 15, pictures=True), "as a CPU's clock says"
+    assert not describe_waiting_for_data(waits(1.0, 0.99), ON_16, 15, pictures=True)
+    assert describe_waiting_for_data(waits(1.0, 1.01), ON_16, 15, pictures=True)
+    assert not describe_waiting_for_data({"data": 5.0}, ON_16, 15, pictures=True), "as a CPU's clock says"
 
 
 def test_a_wait_comes_with_what_to_do() -> None:
-    told = describe_waiting(waits(8.0, 0.5), ON_16, 15, pictures=True)
+    told = describe_waiting_for_data(waits(8.0, 0.5), ON_16, 15, pictures=True)
     assert told == (
         "The GPU waited 85 % of the training time for data: 15 loader process(es) on 16 core(s); use more "
         "cores, smaller stored pictures, or a smaller image_size."
     )
-    of_four = describe_waiting(waits(8.0, 0.5), replace(ON_16, num_ranks=4), 3, pictures=False)
+    of_four = describe_waiting_for_data(waits(8.0, 0.5), replace(ON_16, num_ranks=4), 3, pictures=False)
     assert "3 loader process(es) on 16 core(s), for each rank; use FLYTE_DDP_LOADERS=15, or faster functions" in of_four
-    assert "memory for the data" in describe_waiting(waits(8.0, 0.5), ON_16, 0, pictures=True)
+    assert "memory for the data" in describe_waiting_for_data(waits(8.0, 0.5), ON_16, 0, pictures=True)

@@ -29,7 +29,7 @@ def test_a_step_is_torchs_own(name: str, momentum: float) -> None:
     ours = [nn.Parameter(torch.randn(5)) for _ in range(3)]
     theirs = [nn.Parameter(parameter.detach().clone()) for parameter in ours]
     hp = Hyperparameters(optimizer=name, momentum=momentum, nesterov=momentum > 0, weight_decay=0.01)
-    optimizer = create_optimizers(nn.ParameterList(ours), OptimizerSettings.of(hp), hp)[0]
+    optimizer = create_optimizers(nn.ParameterList(ours), OptimizerSettings.from_hyperparameters(hp), hp)[0]
     kind = type(optimizer).__base__
     assert kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
     options = {key: value for key, value in optimizer.defaults.items() if key in inspect.signature(kind).parameters}

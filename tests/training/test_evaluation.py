@@ -76,7 +76,7 @@ def test_batches_of_many_classes_have_the_columns_of_whole_ones(kind: type[Objec
 
     losses = objective.losses
     objective.losses = lambda outputs, targets: count(targets) or losses(outputs, targets)  # type: ignore[method-assign,func-returns-value]
-    found = evaluation.gather_columns(predict, split, 100, objective)  # type: ignore[arg-type]
+    found = evaluation.compute_split_columns(predict, split, 100, objective)  # type: ignore[arg-type]
     assert (len(parts) == 3) == (kind is Coupled), "own losses see whole batches"
     assert sum(parts) == 250
     for start in (0, 100, 200):
@@ -84,6 +84,6 @@ def test_batches_of_many_classes_have_the_columns_of_whole_ones(kind: type[Objec
         logits, targets = split.logits[chosen].double(), split.targets[chosen]
         expected = nn.functional.cross_entropy(logits, targets, reduction="none")
         torch.testing.assert_close(found["loss"][chosen], expected - (logits.mean() if kind is Coupled else 0))
-        whole = evaluation.compute_columns(kind(objective.facts), split.logits[chosen], targets, len(targets))
+        whole = evaluation.compute_batch_columns(kind(objective.facts), split.logits[chosen], targets, len(targets))
         for name, column in whole.items():
             assert torch.equal(found[name][chosen], column.double()), "to the bit"

@@ -107,7 +107,7 @@ def test_a_run_that_fails_in_an_evaluation_evaluates_the_same_schedule_free_weig
     hp = replace(SMALL, optimizer="own_training:schedule_free", keep="last")
     expected = train_in(tmp_path / "undisturbed", hp, digits)
     with pytest.MonkeyPatch.context() as patch:
-        patch.delattr(training, "gather_columns")
+        patch.delattr(training, "compute_split_columns")
         with pytest.raises(RankError, match="NameError"):
             train(hp)
     result = train(hp)

@@ -167,7 +167,7 @@ class Splits:
         ours = frozenset[str]().union(*(source.bad_samples() for source in self.sources))
         return frozenset().union(*gather_objects(ours))
 
-    def refuse_too_many_bad_samples(self, allowed: int) -> None:
+    def check_number_of_bad_samples(self, allowed: int) -> None:
         """Raise UserError if all ranks together have more than ``allowed`` samples that cannot be decoded.
 
         Collective. If ``allowed`` is 0, does nothing, because a rank then fails at its first bad sample.

@@ -20,10 +20,11 @@ from flyte_ddp.core.training.plan import TrainingPlan
 from flyte_ddp.core.user_code import source
 
 
-def seed_generators(seed: int, *, deterministic: bool) -> None:
-    """Seed the global generators of torch, Python and NumPy, which draw a new model's weights.
+def seed_and_set_determinism(seed: int, *, deterministic: bool) -> None:
+    """Seed the global random generators of torch, Python and NumPy, from which a new model's weights are drawn.
 
-    With ``deterministic``, torch rejects operations that are not repeatable, and an environment variable is set.
+    With ``deterministic``, also makes torch reject operations that are not repeatable, and sets the environment
+    variable CUBLAS_WORKSPACE_CONFIG.
     """
     torch.manual_seed(seed)
     random.seed(seed)
@@ -36,7 +37,11 @@ def seed_generators(seed: int, *, deterministic: bool) -> None:
 def build_initial_model(
     plan: TrainingPlan, outputs: int, inputs: ModelInput, initial_weights: Path | None
 ) -> nn.Module:
-    """Return the plan's model in fp32 on the CPU, with random weights or those of a file.
+    """Build the plan's model on the CPU, with the weights of the file ``initial_weights``, or else random weights.
+
+    Args:
+        outputs: Size of the last layer.
+        inputs: What the model gets.
 
     Raises:
         UserError: The model cannot be built, the weights do not fit, or several ranks would train the model unlike a
@@ -49,10 +54,12 @@ def build_initial_model(
     return model
 
 
-def replace_layers(model: nn.Module, this_pass: TrainingPass, hardware: Hardware, *, sync_batchnorm: bool) -> None:
-    """Let dropout and BatchNorm layers compute the same on any number of ranks, in place.
+def make_layers_rank_independent(
+    model: nn.Module, this_pass: TrainingPass, hardware: Hardware, *, sync_batchnorm: bool
+) -> None:
+    """Change dropout and BatchNorm layers in place, so that they compute the same on any number of ranks.
 
-    Must be called before torch.compile, which excludes some of the new layers.
+    Replaces the ``forward`` of these layers. Call this function before torch.compile.
     """
     make_dropout_rank_independent(model, this_pass)
     if sync_batchnorm and world_size() > 1:
@@ -69,7 +76,7 @@ class UserSources:
         self.texts = source.read_user_sources(*user_code, *preparing) if self.reads else {}
 
     def list_uncovered(self, model: nn.Module) -> list[str]:
-        """Return the user's imported files that the digest of ``user_code`` does not cover."""
+        """Return the user's imported files that the digest of ``user_code`` misses. On ranks other than 0, none."""
         # Base classes, too: a layer's class may have been replaced by a library's subclass, as by torch's parametrize.
         modules = {kind.__module__ for module in model.modules() for kind in type(module).__mro__}
         return source.list_files_outside_digest(self.files, self.user_code, modules) if self.reads else []

@@ -17,7 +17,7 @@ from flyte_ddp.core.parallel.distributed import rank
 from flyte_ddp.core.runs import checkpoint
 from flyte_ddp.core.runs.checkpoint_writer import CheckpointWriter, Snapshot
 from flyte_ddp.core.runs.work import Work
-from flyte_ddp.core.training.optimizer_state import changed_attributes, load_attributes, load_optimizer_state
+from flyte_ddp.core.training.optimizer_state import list_changed_attributes, load_optimizer_state, set_attributes
 from flyte_ddp.core.training.recording import Recorder, rebuild_lost_metrics
 from flyte_ddp.core.training.training_state import TrainingState
 
@@ -25,9 +25,9 @@ LARGE = ("model", "average", "optimizers")  # parts of a saved state that are co
 
 
 def load_training_state(state: TrainingState, recorder: Recorder, found: checkpoint.Checkpoint) -> None:
-    """Load a checkpoint into the objects of training, and set the position from which training resumes.
+    """Load a checkpoint into the objects of training, and set the epoch and step from which training resumes.
 
-    Loads model, buffers, average, optimisers, selection, clock and the recorder. A checkpoint's file is not changed.
+    Loads model, buffers, moving average, optimisers, selection, clock and recorder. Does not change the file.
     """
     values = checkpoint.load_state(found)
     # Copied, because a value that a rank keeps would otherwise keep the mapped file in use.
@@ -40,7 +40,7 @@ def load_training_state(state: TrainingState, recorder: Recorder, found: checkpo
     for optimizer, saved in zip(state.optimizers, values["optimizers"], strict=True):
         load_optimizer_state(optimizer, saved)
     for optimizer, attributes in zip(state.optimizers, values["optimizer_attributes"], strict=True):
-        load_attributes(optimizer, attributes)
+        set_attributes(optimizer, attributes)
     state.epoch, state.step = found.epoch, found.step
     state.this_pass.model_draws = values["draws"]
     state.clock.add_earlier(values["seconds"], total=values["total_seconds"])
@@ -91,10 +91,10 @@ class Checkpointer(CheckpointWriter):
         self.close()
 
     def take_snapshot(self) -> Snapshot | None:
-        """Return a copy, on the CPU, of the training's state after the last step.
+        """Copy the training's state after the last step to the CPU, and return the copy.
 
-        Any thread may call this method. It waits for the end of an update of the weights. Returns None if the last step
-        is saved already, or if an update has failed halfway.
+        Any thread may call this method. Waits while the weights are updated. Returns None if the last step is saved
+        already, or if an update has failed halfway.
         """
         state, recorder, selection = self.state, self.recorder, self.state.selection
         saved = (self.newest.step, self.newest.epoch) if self.newest else (0, 0)
@@ -108,7 +108,7 @@ class Checkpointer(CheckpointWriter):
                 "buffers": state.buffers.state_dict(),
                 "average": state.average.state_dict() if state.average else None,
                 "optimizers": [optimizer.state_dict() for optimizer in state.optimizers],
-                "optimizer_attributes": [*map(changed_attributes, state.optimizers, state.attributes_at_start)],
+                "optimizer_attributes": [*map(list_changed_attributes, state.optimizers, state.attributes_at_start)],
                 "optimizers_train": state.optimizers_train,
                 "saw_non_finite": state.loss_watch.saw_non_finite,
                 "draws": state.this_pass.model_draws,
@@ -123,7 +123,10 @@ class Checkpointer(CheckpointWriter):
             return Snapshot(state.epoch, state.step, recorder.size(), copied, tuple(trained_in))
 
     def save_epoch(self) -> None:
-        """Let the thread save the state after an epoch, without waiting. Does nothing if closed or already saved."""
+        """Copy the state after an epoch for the thread to write, without waiting for the writing.
+
+        Does nothing if closed or already saved.
+        """
         if not self.closed and (snapshot := self.take_snapshot()):
             self.put(snapshot)
 
@@ -144,10 +147,10 @@ class Checkpointer(CheckpointWriter):
         return self.newest_step
 
     def save_for_rank_0(self, handover: checkpoint.Handover) -> int | None:
-        """Write the state in place of rank 0, which is lost. Any thread may call this method.
+        """Write a checkpoint of this rank's state, because rank 0 is lost. Any thread may call this method.
 
-        Waits for the end of an update of the weights. If this rank is not ahead of rank 0's newest checkpoint, nothing
-        is written. If writing fails, prints the error instead of raising.
+        Waits while the weights are updated. If this rank is not ahead of rank 0's newest checkpoint, writes nothing. If
+        writing fails, prints the error instead of raising.
 
         Args:
             handover: Rank 0's records, the position of rank 0's newest checkpoint, and the name of the file to write.
@@ -172,7 +175,10 @@ class Checkpointer(CheckpointWriter):
         return snapshot.step
 
     def is_resumable(self, snapshot: Snapshot) -> bool:
-        """Return whether losses and trained weights are finite, and torch.load(weights_only=True) accepts the model."""
+        """Return whether a run can resume from a snapshot.
+
+        Losses and trained weights must be finite, and ``torch.load(weights_only=True)`` must accept the state_dict.
+        """
         saved = snapshot.values["model"]
         # A wrong step may show in the weights before it shows in a loss. Frozen weights may be infinite, as a mask is.
         # A user's state_dict may have other names.

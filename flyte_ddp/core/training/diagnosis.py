@@ -36,10 +36,11 @@ class LossWatch:
         self.pending: Callable[[], None] | None = None
 
     def check_loss(self, epoch: int, step: int, loss_sum: Tensor, forward: Callable[[], object]) -> None:
-        """Check the loss of this step or, with ``a_step_later``, of the step before.
+        """Raise UserError if the loss of this step or, with ``a_step_later``, of the step before is not finite.
 
-        Call this method on all ranks, before the optimiser's step. With ``a_step_later``, sets the optimiser's
-        ``found_inf``, and keeps the check of this step for the next call.
+        Call this method on all ranks, before the optimiser's step. Without ``a_step_later``, waits for the loss. With
+        ``a_step_later``, the next call checks this step's loss. Until then, the optimiser's ``found_inf`` is set, so
+        that the optimiser skips updates after a bad loss.
 
         Args:
             epoch: Number of the epoch, from 0.
@@ -63,7 +64,7 @@ class LossWatch:
             if not math.isfinite(loss := on_host.item()):
                 at = {"epoch": epoch, "step": step, "update_step": step - 1}
                 where = find_non_finite_activation(self.model, forward)
-                raise non_finite_loss_error(self.model, self.learning_rate, loss, **at, activation=where)
+                raise make_non_finite_loss_error(self.model, self.learning_rate, loss, **at, activation=where)
 
         if self.a_step_later:
             self.sum_of_zeros.add_(loss_sum, alpha=0)  # two kernels in all, where isfinite() alone takes four
@@ -75,7 +76,7 @@ class LossWatch:
             raise_if_not_finite()
 
     def check_pending_loss(self) -> None:
-        """Check the loss that the last :meth:`check_loss` has kept, if any.
+        """Wait for the loss that :meth:`check_loss` has not checked yet, if any, and check the loss.
 
         Raises:
             UserError: The loss is not finite.
@@ -86,12 +87,12 @@ class LossWatch:
 
 
 def find_non_finite_activation(model: nn.Module, forward: Callable[[], object]) -> str:
-    """Run ``forward`` without gradients, and find the first module whose output is not finite. Collective.
+    """Run ``forward`` without gradients, and return the first module whose output is not finite, as text. Collective.
 
     Only outputs that are tensors are checked. ``forward`` must run ``model`` in this process.
 
     Returns:
-        The module's name and the rank, as a phrase, or "" if all outputs are finite.
+        A phrase with the module's name and the rank, or "" if all outputs are finite.
     """
     found: list[tuple[int, int, str]] = []  # at most one: count of modules that finished before, rank, module's name
     finished = itertools.count()
@@ -112,13 +113,13 @@ def find_non_finite_activation(model: nn.Module, forward: Callable[[], object]) 
     return f"the output of {name} on rank {its_rank}" if name else f"the model's output on rank {its_rank}"
 
 
-def non_finite_loss_error(
+def make_non_finite_loss_error(
     model: nn.Module, learning_rate: float, loss: float, *, epoch: int, step: int, update_step: int, activation: str
 ) -> UserError:
-    """Return the error for a loss that is not finite at ``epoch`` and ``step``.
+    """Return the UserError for a loss that is not finite at ``epoch`` and ``step``.
 
-    If trained weights are not finite either, the error names the weight that is nearest to the output, and
-    ``update_step``, whose update is to blame. Otherwise the error names ``activation``, the result of
+    If trained weights are not finite either, the error names the weight nearest to the output, and ``update_step``, the
+    step that changed the weights last. Otherwise the error names ``activation``, the result of
     :func:`find_non_finite_activation`.
     """
     # The weight nearest to the output is named, because its gradient was computed first.

@@ -36,16 +36,17 @@ class Evaluation:
     threshold: float | None = None  # by which classes were predicted
 
 
-def gather_columns(
+def compute_split_columns(
     predict: Callable[[Leaves, Leaves, int], Any], split: Split, batch_size: int, objective: Objective
 ) -> dict[str, Tensor]:
-    """Return a split's columns, equal on all ranks and for any number of ranks. Collective.
+    """Run ``predict`` on all samples of a split, and return the objective's columns: a row for each sample.
 
-    A damaged image counts as the sample that replaces the image. An empty split gives {}.
+    Collective: ranks share the batches, and all ranks get all columns. A damaged image counts as the sample that
+    replaces the image. For an empty split, returns {}.
 
     Args:
         predict: Maps a batch's inputs, targets and number of samples to outputs.
-        batch_size: Samples of a batch, which is whole on one rank.
+        batch_size: Samples of a batch. Each batch is whole on one rank.
 
     Returns:
         Columns on the CPU in fp64 by name, with one row for each sample in the split's order.
@@ -61,7 +62,7 @@ def gather_columns(
         for place, (inputs, targets, _) in split.load_evaluation_batches(batch_size, rank(), world_size()):
             samples = place.stop - place.start
             for part in objective.split_batch(predict(inputs, targets, samples), targets, samples):
-                for name, column in compute_columns(objective, *part).items():
+                for name, column in compute_batch_columns(objective, *part).items():
                     key = place.start, samples, name, tuple(column.shape[1:])
                     # Copies, because a model may write its next outputs into the same memory.
                     if column.device.type == "cpu":
@@ -91,10 +92,10 @@ def gather_columns(
 
 
 def measure_split(objective: Objective, columns: dict[str, Tensor]) -> Evaluation:
-    """Return the evaluation of a split from its columns, with the objective's threshold. Collective.
+    """Return the evaluation of a split: the measures of its columns, with the objective's threshold. Collective.
 
-    Rank 0 computes the measures, and all ranks get them. If the loss is not finite, all measures are NaN. Without
-    columns, there are no measures.
+    Rank 0 computes the measures, and sends the measures to all ranks. If the loss is not finite, all measures are NaN.
+    Without columns, no measures are returned.
 
     Raises:
         UserError: The objective returns other measures than its ``measures`` names.
@@ -107,17 +108,17 @@ def measure_split(objective: Objective, columns: dict[str, Tensor]) -> Evaluatio
         loss = mean_loss(columns)
         if math.isfinite(loss):
             with hide_process_group():
-                measures = measure_columns(objective, columns)
+                measures = compute_measures(objective, columns)
         else:  # scikit-learn rejects outputs that are not finite, with an error that would hide the cause
             measures = {**dict.fromkeys(objective.order_measures(), math.nan), "loss": loss}
     return Evaluation(broadcast_object(measures), columns, objective.facts.threshold)
 
 
-def compute_columns(objective: Objective, outputs: Any, targets: Leaves, samples: int) -> dict[str, Tensor]:
-    """Return the objective's columns of a batch, computed in fp64, with ``loss`` and ``weight``.
+def compute_batch_columns(objective: Objective, outputs: Any, targets: Leaves, samples: int) -> dict[str, Tensor]:
+    """Return the objective's columns of a batch and the columns ``loss`` and ``weight``, computed in fp64.
 
-    With weights, ``loss`` is the weighted sum of a sample's losses, and ``weight`` the sum of a sample's weights.
-    Without weights, there is no column ``weight``.
+    If the objective has weights, ``loss`` is the weighted sum of a sample's losses, and ``weight`` the sum of a
+    sample's weights. Otherwise the column ``weight`` is missing.
 
     Raises:
         UserError: A column, the losses or the weights have no row for each of the ``samples``.
@@ -134,8 +135,8 @@ def compute_columns(objective: Objective, outputs: Any, targets: Leaves, samples
     return columns
 
 
-def measure_columns(objective: Objective, columns: dict[str, Tensor]) -> dict[str, float]:
-    """Return the objective's measures of at least one sample, the main measure first and the loss last.
+def compute_measures(objective: Objective, columns: dict[str, Tensor]) -> dict[str, float]:
+    """Return the objective's measures from ``columns`` (at least one row), the main measure first and the loss last.
 
     Raises:
         UserError: The objective returns other measures than its ``measures`` names.
@@ -150,7 +151,7 @@ def measure_columns(objective: Objective, columns: dict[str, Tensor]) -> dict[st
 
 
 def mean_loss(columns: dict[str, Tensor]) -> float:
-    """Return the weighted mean of the losses of at least one sample, or 0 without any weight."""
+    """Return the weighted mean of the column ``loss`` (at least one row), or 0 if all weights are 0."""
     weight = columns["weight"].sum().item() if "weight" in columns else len(columns["loss"])
     return columns["loss"].sum().item() / (weight or 1)
 
@@ -177,10 +178,10 @@ class Selection:
         self.weights: dict[str, Tensor]
 
     def select_weights(self, epoch: int, validation: Evaluation, test: Evaluation, weights: dict[str, Tensor]) -> None:
-        """Keep ``weights`` and ``test``. If ``keep`` is "best", do so only if ``validation`` is the best so far.
+        """Keep ``weights`` and ``test``. If ``keep`` is "best", keep both only if ``validation`` is the best so far.
 
-        With "best", the weights are copied. Otherwise later steps change the kept weights. The first call always keeps.
-        Sets ``stopped`` after ``patience`` evaluations without a better measure.
+        The first call always keeps both. With "best", the weights are copied. Otherwise later steps change the kept
+        weights. After ``patience`` evaluations without a better measure, sets ``stopped`` to the reason.
 
         Args:
             epoch: Number of epochs that are done.
@@ -200,10 +201,10 @@ class Selection:
             evaluations = f"{self.evaluations_since_best} evaluation(s)"
             self.stopped = f"after epoch {epoch}: no better validation {self.measure} in {evaluations}"
 
-    def kept_measure(self, validation: Evaluation) -> float:
-        """Return the measure, on the validation split, of the weights that would be kept after this evaluation.
+    def get_measure_of_kept_weights(self, validation: Evaluation) -> float:
+        """Return the validation measure of the weights that :meth:`select_weights` would keep after ``validation``.
 
-        Nothing is changed. If the measure was never defined, the result is not finite.
+        Keeps nothing. If the measure was never defined, the result is not finite.
         """
         found = validation.measures.get(self.measure, math.nan)
         return found if self.keep != "best" or self.sign * found < self.best else self.sign * self.best
@@ -212,7 +213,7 @@ class Selection:
         return {name: getattr(self, name) for name in SAVED} | {"test": vars(self.test) if self.epoch else None}
 
     def load_state_dict(self, saved: State, weights: dict[str, Tensor]) -> None:
-        """Restore the result of :meth:`state_dict`. If weights were kept, ``weights`` are these weights."""
+        """Restore the result of :meth:`state_dict`. ``weights`` are the kept weights, if any were kept."""
         for name in SAVED:
             setattr(self, name, saved[name])
         if self.epoch:

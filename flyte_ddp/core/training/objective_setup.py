@@ -12,11 +12,10 @@ from flyte_ddp.core.training.plan import TrainingPlan
 
 
 def build_objective(plan: TrainingPlan, data: TrainingData, training: Order, targets: TargetSpec | None) -> Objective:
-    """Return the objective for these data, after a pass over all stored targets.
+    """Make the plan's objective for these data, check all stored targets, and return the objective.
 
-    The pass calls the objective's ``check_targets``. For a user-defined objective, the pass also calls ``weights`` with
-    each batch of stored targets, where long texts are cut. If no targets are stored, ``check_targets`` gets a single
-    target of zeros.
+    Calls the objective's ``check_targets`` with all stored targets or, if none are stored, with a single target of
+    zeros. For a user-defined objective, also calls ``weights`` with each batch of stored targets (long texts are cut).
 
     Args:
         plan: The plan of the training.
@@ -52,7 +51,7 @@ def build_objective(plan: TrainingPlan, data: TrainingData, training: Order, tar
         no_nan_targets=not varies and data.has_no_nan_targets(),  # shorter targets are padded with NaN
     )
     objective = source.make(facts)
-    if objective.compares_samples and (reason := why_not_comparable(loop.accumulation_steps, loop.mixup)):
+    if objective.compares_samples and (reason := describe_comparison_obstacle(loop.accumulation_steps, loop.mixup)):
         raise UserError(reason)
     if not data.check_stored_targets(objective.check_targets) and targets is not None:
         objective.check_targets(np.zeros((1, *targets.shape), targets.dtype))
@@ -64,11 +63,8 @@ def build_objective(plan: TrainingPlan, data: TrainingData, training: Order, tar
     return objective
 
 
-def why_not_comparable(accumulation_steps: int, mixup: float) -> str:
-    """Return the reason why an objective cannot compare a batch's samples with these hyperparameters.
-
-    Returns "" if samples can be compared.
-    """
+def describe_comparison_obstacle(accumulation_steps: int, mixup: float) -> str:
+    """Return why an objective cannot compare a batch's samples with these hyperparameters. Returns "" without reason."""
     if accumulation_steps > 1:
         return (
             f"accumulation_steps={accumulation_steps}: the objective compares the samples of a batch, and a "

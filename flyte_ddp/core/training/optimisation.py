@@ -38,18 +38,18 @@ Schedule = Callable[[float, int], float]  # maps an initial rate and an optimise
 def create_optimizers(
     model: nn.Module, settings: OptimizerSettings, hyperparameters: Values
 ) -> list[torch.optim.Optimizer]:
-    """Return the user's optimisers, or an optimiser of torch for the trained parameters.
+    """Return the optimisers of a model: torch's SGD, Adam or AdamW, or the result of a user's callable.
 
-    A user's callable is called with the model and ``hyperparameters``. An optimiser of torch is fused unless a
-    parameter is complex. Without ``decay_norms``, normalisation layers, biases and other vectors get no weight decay.
+    The user's callable gets the model and ``hyperparameters``. Torch's optimisers are fused unless a parameter is
+    complex. Without ``decay_norms``, normalisation layers, biases and other vectors get no weight decay.
 
     Raises:
         UserError: The user's optimisers are unfit.
     """
     if settings.is_user_defined:
-        return make_own_optimizers(model, settings.optimizer, hyperparameters)
+        return make_user_optimizers(model, settings.optimizer, hyperparameters)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    undecayed = set() if settings.decay_norms else parameters_without_decay(model)
+    undecayed = set() if settings.decay_norms else list_parameters_without_decay(model)
     fused = True if all(parameter.is_floating_point() for parameter in parameters) else None
     options: dict[str, Any] = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay, "fused": fused}
     decayed = {"params": [parameter for parameter in parameters if parameter not in undecayed]}
@@ -66,7 +66,7 @@ def create_optimizers(
     return [sgd]
 
 
-def parameters_without_decay(model: nn.Module) -> set[nn.Parameter]:
+def list_parameters_without_decay(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters of normalisation layers, and all parameters with fewer than two dimensions."""
     norms = [module for module in model.modules() if isinstance(module, NORMALISATION)]
     flat = {parameter for parameter in model.parameters() if parameter.dim() < 2}
@@ -74,9 +74,9 @@ def parameters_without_decay(model: nn.Module) -> set[nn.Parameter]:
 
 
 def strip_compiler_decorators(optimizer_class: type[Kind]) -> type[Kind]:
-    """Return a subclass of torch's optimiser with the same effect that does not import torch's compiler.
+    """Return a subclass of a torch optimiser whose methods do not import torch's compiler, which takes a second.
 
-    The import would take a second.
+    The subclass computes the same.
     """
     methods = {name: inspect.unwrap(getattr(optimizer_class, name)) for name in DECORATED_METHODS}
     methods["step"] = torch.no_grad()(methods["step"])
@@ -90,8 +90,8 @@ def remove_gradients(optimizer: torch.optim.Optimizer, set_to_none: bool = True)
             parameter.grad = None
 
 
-def make_own_optimizers(model: nn.Module, spec: str, hyperparameters: Values) -> list[torch.optim.Optimizer]:
-    """Import and call the user's callable ``spec`` with model and hyperparameters, and return its optimisers.
+def make_user_optimizers(model: nn.Module, spec: str, hyperparameters: Values) -> list[torch.optim.Optimizer]:
+    """Import the user's callable ``spec``, call the callable with model and hyperparameters, and return the optimisers.
 
     Exceptions of the callable pass through.
 
@@ -111,7 +111,7 @@ def make_own_optimizers(model: nn.Module, spec: str, hyperparameters: Values) ->
                 f"optimizer={spec!r}: returned {type(optimizer).__name__}: must be an optimiser with lr in "
                 "each parameter group, or a list of such optimisers"
             )
-        refuse_required_closure(optimizer, spec)
+        check_step_needs_no_closure(optimizer, spec)
         parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         for name, parameter in model.named_parameters():
             if parameter in known & parameters:
@@ -128,25 +128,25 @@ def make_own_optimizers(model: nn.Module, spec: str, hyperparameters: Values) ->
     return optimizers
 
 
-def refuse_required_closure(optimizer: torch.optim.Optimizer, spec: str) -> None:
-    """Raise UserError, which names ``spec``, if the optimiser's ``step`` cannot be called without arguments."""
+def check_step_needs_no_closure(optimizer: torch.optim.Optimizer, spec: str) -> None:
+    """Raise UserError if the optimiser's ``step`` cannot be called without arguments. ``spec`` names the optimiser."""
     try:
         inspect.signature(optimizer.step).bind()
     except TypeError as error:
-        raise closure_error(spec, str(error)) from None
+        raise make_closure_error(spec, str(error)) from None
 
 
-def closure_error(spec: str, reason: str) -> UserError:
+def make_closure_error(spec: str, reason: str) -> UserError:
     return UserError(
         f"optimizer={spec!r}: step() must work without arguments, after one backward pass without create_graph "
         f"({reason}); use another optimiser, or train in your own loop (docs/own-loop.md)"
     )
 
 
-def do_first_step(optimizer: torch.optim.Optimizer, spec: str) -> None:
-    """Call ``step()`` of a user-defined optimiser. ``spec`` names the optimiser in errors.
+def do_first_user_optimizer_step(optimizer: torch.optim.Optimizer, spec: str) -> None:
+    """Call ``step()`` of a user-defined optimiser, which updates the weights. ``spec`` names the optimiser in errors.
 
-    Other exceptions of the step pass through.
+    Other exceptions than those below pass through.
 
     Raises:
         UserError: The step needs a closure, or gradients that have a graph.
@@ -155,15 +155,15 @@ def do_first_step(optimizer: torch.optim.Optimizer, spec: str) -> None:
         optimizer.step()
     except Exception as error:  # libraries raise different classes for this
         if any(word in str(error) for word in ("closure", "create_graph", "grad_fn")):
-            raise closure_error(spec, str(error)) from error
+            raise make_closure_error(spec, str(error)) from error
         raise
 
 
 def make_schedule(kind: str, warmup_steps: int, total_steps: int) -> Schedule:
-    """Return the function that maps an initial learning rate and an optimiser step to the step's rate.
+    """Return the schedule: a function of an initial learning rate and a step (from 0) that returns the step's rate.
 
-    Steps count from 0. Built-in schedules rise for ``warmup_steps``. If ``warmup_steps`` is 0, one_cycle rises for a
-    quarter of the steps. A user's function is imported, and called up to 2,000 times.
+    Built-in schedules rise for ``warmup_steps``. If ``warmup_steps`` is 0, one_cycle rises for a quarter of the steps.
+    A user's function is imported, and is called up to 2,000 times as a check.
 
     Args:
         kind: "constant", "cosine", "one_cycle", or the name of a user's function of step and total_steps.
@@ -178,13 +178,13 @@ def make_schedule(kind: str, warmup_steps: int, total_steps: int) -> Schedule:
         factor = load_callable(kind)
         require_positional_arguments(f"schedule={kind!r}", factor, "step", "total_steps")
         for step in np.unique(np.linspace(0, total_steps - 1, STEPS_CHECKED, dtype=int)).tolist():
-            first, again = (require_factor(kind, factor(step, total_steps), step, total_steps) for _ in range(2))
+            first, again = (require_valid_factor(kind, factor(step, total_steps), step, total_steps) for _ in range(2))
             if first != again:
                 raise UserError(
                     f"schedule={kind!r}: returned {first} and then {again} for step {step} of {total_steps}: must "
                     "depend on step and total_steps only; do not count calls, and do not draw random numbers"
                 )
-        return lambda rate, step: rate * require_factor(kind, factor(step, total_steps), step, total_steps)
+        return lambda rate, step: rate * require_valid_factor(kind, factor(step, total_steps), step, total_steps)
     rise = warmup_steps
     if kind == "one_cycle" and not rise:
         rise = int(total_steps * ONE_CYCLE_RISE)
@@ -197,8 +197,12 @@ def make_schedule(kind: str, warmup_steps: int, total_steps: int) -> Schedule:
     return scheduled_rate
 
 
-def require_factor(spec: str, value: Any, step: int, total_steps: int) -> float:
-    """Return the factor that a user's schedule gave for a step. Raises UserError unless it is finite and at least 0."""
+def require_valid_factor(spec: str, value: Any, step: int, total_steps: int) -> float:
+    """Return ``value``, a user-defined schedule's factor for a step, as a float.
+
+    Raises:
+        UserError: The value is no number, not finite or negative.
+    """
     if isinstance(value, Real) and math.isfinite(value) and float(value) >= 0:
         return float(value)
     raise UserError(
@@ -219,10 +223,10 @@ class MovingAverage(AveragedModel):
 
     @torch.no_grad()  # torch's own method copies its count to the device, for which the host waits in each step
     def update_parameters(self, model: nn.Module) -> None:
-        """Add the model's weights and buffers, by name, to the averages. The first call copies the values."""
-        newest = dict(list_tensors(model, remove_duplicate=False))
+        """Update the averages in place with the model's weights and buffers. The first call copies the values."""
+        newest = dict(iterate_parameters_and_buffers(model, remove_duplicate=False))
         by_type: defaultdict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
-        for name, average in list_tensors(self.module):
+        for name, average in iterate_parameters_and_buffers(self.module):
             if name not in newest:  # a removed buffer, which is rejected at the end of the epoch
                 continue
             if not self.n_averaged:
@@ -239,10 +243,10 @@ class MovingAverage(AveragedModel):
         self.n_averaged += 1
 
 
-def list_tensors(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """Return an iterator over the parameters and then the buffers, with names.
+def iterate_parameters_and_buffers(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over names and tensors: first the parameters, then the buffers.
 
-    Without ``remove_duplicate``, a tensor is listed under each of its names.
+    Without ``remove_duplicate``, a tensor with several names is repeated under each name.
     """
     parameters = module.named_parameters(remove_duplicate=remove_duplicate)
     return chain(parameters, module.named_buffers(remove_duplicate=remove_duplicate))

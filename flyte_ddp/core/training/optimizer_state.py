@@ -18,9 +18,9 @@ Attributes = dict[str, Any]  # numbers, truth values and tensors of an optimiser
 
 
 def check_optimizer_state(optimizer: Optimizer, spec: str) -> None:
-    """Raise UserError if a checkpoint cannot hold all of an optimiser's state, or if the state could not be loaded.
+    """Raise UserError if a checkpoint could not save and restore an optimiser's state completely.
 
-    Call this function after a step, when the state exists. ``spec`` names the optimiser in errors.
+    Call this function after the first step, when the state exists. ``spec`` names the optimiser in errors.
     """
     try:
         saved = optimizer.state_dict()
@@ -52,9 +52,9 @@ def check_optimizer_state(optimizer: Optimizer, spec: str) -> None:
 
 
 def list_inner_optimizers(optimizer: Any) -> Iterator[tuple[str, Optimizer]]:
-    """Yield the optimisers in an optimiser's attributes, also nested, each once and with the attribute's path.
+    """Yield each optimiser that another optimiser holds in its attributes, as (path of the attribute, optimiser).
 
-    The optimiser itself is not yielded.
+    Searches nested attributes. Does not yield ``optimizer``.
     """
     seen = {id(optimizer)}
     waiting = [("", optimizer)]
@@ -71,41 +71,42 @@ def list_inner_optimizers(optimizer: Any) -> Iterator[tuple[str, Optimizer]]:
                         yield path + name, inner
 
 
-def read_attributes(optimizer: Optimizer) -> list[Attributes]:
-    """Return the attributes of an optimiser, and of inner optimisers, that are numbers, truth values or tensors.
+def read_plain_attributes(optimizer: Optimizer) -> list[Attributes]:
+    """Return the numbers, truth values and tensors among an optimiser's attributes, for example a count of steps.
 
-    Returns a dict for the optimiser, and then a dict for each inner optimiser. A ``state_dict`` does not have these
-    attributes. An optimiser may count steps in an attribute. Tensors are not copied.
+    A ``state_dict`` does not have these attributes. Tensors are not copied.
+
+    Returns:
+        A dict for the optimiser, and then a dict for each inner optimiser.
     """
     kinds = (bool, int, float, Tensor)
     holders = [optimizer, *(inner for _, inner in list_inner_optimizers(optimizer))]
     return [{name: value for name, value in vars(holder).items() if type(value) in kinds} for holder in holders]
 
 
-def changed_attributes(optimizer: Optimizer, before: list[Attributes]) -> list[Attributes]:
-    """Return the attributes of an optimiser that differ from ``before``, an earlier result of :func:`read_attributes`.
+def list_changed_attributes(optimizer: Optimizer, before: list[Attributes]) -> list[Attributes]:
+    """Return those of :func:`read_plain_attributes` that differ from ``before``, an earlier result copied to the CPU.
 
-    ``before`` must be a copy on the CPU. Attributes that no step changes may be specific to this rank, such as the
-    rank's number. They must not be in a checkpoint.
+    Only these belong in a checkpoint. Attributes that no step changes may be specific to this rank.
     """
-    pairs = zip(read_attributes(optimizer), before, strict=True)
+    pairs = zip(read_plain_attributes(optimizer), before, strict=True)
     return [
-        {name: value for name, value in now.items() if name not in old or not same_value(value, old[name])}
+        {name: value for name, value in now.items() if name not in old or not is_same_value(value, old[name])}
         for now, old in pairs
     ]
 
 
-def same_value(value: Any, other: Any) -> bool:
+def is_same_value(value: Any, other: Any) -> bool:
     """Return whether two attributes have the same type and value. ``other`` must be on the CPU."""
     if isinstance(value, Tensor) and isinstance(other, Tensor):
         return torch.equal(value.cpu(), other)
     return type(value) is type(other) and bool(value == other)
 
 
-def load_attributes(optimizer: Optimizer, saved: list[Attributes]) -> None:
-    """Set the attributes of an optimiser, and of inner optimisers, that :func:`changed_attributes` returned.
+def set_attributes(optimizer: Optimizer, saved: list[Attributes]) -> None:
+    """Set the attributes that :func:`list_changed_attributes` returned, on an optimiser and its inner optimisers.
 
-    Tensors stay on the optimiser's devices.
+    Tensors are moved to the devices of the present values.
     """
     holders = [optimizer, *(inner for _, inner in list_inner_optimizers(optimizer))]
     for holder, values in zip(holders, saved, strict=True):
@@ -117,47 +118,49 @@ def load_attributes(optimizer: Optimizer, saved: list[Attributes]) -> None:
 def load_optimizer_state(optimizer: Optimizer, saved: State) -> None:
     """Load a ``state_dict`` into an optimiser, and keep the types of the saved values.
 
-    By itself, torch casts tensors to the parameter's type, also in lists and dicts, and loses texts. Optimisers in
-    attributes are loaded by the optimiser's ``load_state_dict``, and keep their types, too.
+    Torch alone would cast tensors to the parameter's type, and lose texts. Inner optimisers keep the saved types, too.
     """
     with ExitStack() as hooks:
         for each in (optimizer, *(inner for _, inner in list_inner_optimizers(optimizer))):
             with suppress(AttributeError):  # a wrapper may not have called torch's constructor
-                restorer = TypeRestorer()
+                restorer = SavedTypesHooks()
                 before = each.register_load_state_dict_pre_hook(restorer.keep)
                 hooks.callback(before.remove)
                 hooks.callback(each.register_load_state_dict_post_hook(restorer.restore).remove)
         optimizer.load_state_dict(saved)
 
 
-class TypeRestorer:
+class SavedTypesHooks:
     """Hooks of an optimiser's ``load_state_dict`` that undo torch's casts."""
 
     saved: State
 
     def keep(self, _: Optimizer, saved: State) -> None:
-        """Keep the ``state_dict`` that is about to be loaded."""
+        """Store the ``state_dict`` that is about to be loaded. This is the hook before loading."""
         self.saved = saved
 
     def restore(self, optimizer: Optimizer) -> None:
-        """Replace the loaded state of each parameter by the saved values, on the devices of the loaded values."""
+        """Replace the state that torch has loaded by the saved values. This is the hook after loading.
+
+        Tensors are copied to the devices of the loaded tensors.
+        """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         numbers = [number for group in self.saved["param_groups"] for number in group["params"]]
         for number, parameter in zip(numbers, parameters, strict=True):
             if number in self.saved["state"]:
-                state = restore_value(self.saved["state"][number], optimizer.state[parameter])
+                state = restore_types_and_devices(self.saved["state"][number], optimizer.state[parameter])
                 optimizer.state[parameter] = state
 
 
-def restore_value(saved: Any, loaded: Any) -> Any:
-    """Return a copy of a saved value, with tensors on the devices of the tensors in ``loaded``.
+def restore_types_and_devices(saved: Any, loaded: Any) -> Any:
+    """Return a copy of a saved value with the saved types, and with tensors on the devices of ``loaded``.
 
-    ``loaded`` is the value that torch has made of the saved value. The types are the saved types.
+    ``loaded`` is the value that torch has made of the saved value.
     """
     if isinstance(saved, Tensor):
         return saved.to(loaded.device, copy=True)  # the checkpoint is mapped from its file
     if type(saved) in (dict, OrderedDict):
-        return type(saved)((key, restore_value(value, loaded[key])) for key, value in saved.items())
+        return type(saved)((key, restore_types_and_devices(value, loaded[key])) for key, value in saved.items())
     if type(saved) in (list, tuple):
-        return type(saved)(restore_value(*pair) for pair in zip(saved, loaded, strict=True))
+        return type(saved)(restore_types_and_devices(*pair) for pair in zip(saved, loaded, strict=True))
     return saved

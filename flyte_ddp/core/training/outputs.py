@@ -37,7 +37,7 @@ from flyte_ddp.core.text.formatting import join_first
 from flyte_ddp.core.text.json_lines import format_record, replace_non_finite
 from flyte_ddp.core.text.sections import Pictures, encode_sections
 from flyte_ddp.core.training.evaluate import Evaluation
-from flyte_ddp.core.training.recording import Recorder, describe_waiting
+from flyte_ddp.core.training.recording import Recorder, describe_waiting_for_data
 from flyte_ddp.core.training.training_state import TrainingState
 from flyte_ddp.core.user_code.digest import library_digest
 from flyte_ddp.core.user_code.version import VERSION
@@ -51,7 +51,7 @@ Arrays = dict[str, NDArray[Any]]  # of the predictions file, by name
 Values = TypeVar("Values")
 
 
-class DescribedBatch(NamedTuple):
+class PredictedBatch(NamedTuple):
     """A batch of test samples for the predictions file."""
 
     inputs: tuple[str, ...]  # the names of inputs whose values the report shows
@@ -60,7 +60,10 @@ class DescribedBatch(NamedTuple):
 
 
 def write_start_record(state: TrainingState, recorder: Recorder, *, resumed_from: Checkpoint | None) -> None:
-    """Append the start record to metrics.jsonl, and print warnings about the start. On rank 0 only."""
+    """Append the start record to metrics.jsonl, and print notes and warnings. Does nothing on ranks other than 0.
+
+    Warnings are also kept for the report.
+    """
     if rank() != 0:
         return
     hardware, ranks = state.hardware, world_size()
@@ -99,7 +102,7 @@ def write_start_record(state: TrainingState, recorder: Recorder, *, resumed_from
 
 
 def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
-    """Write model, sidecar, predictions, and finally the end record. Collective.
+    """Write model.pt, model.json, the predictions, and finally the end record of metrics.jsonl. Collective.
 
     Rank 0 writes, and other ranks return when rank 0 begins. On rank 0, loads the kept weights into the trained model.
     Builds another model on all ranks, which draws random numbers. If the disk is full, deletes the older checkpoint.
@@ -131,17 +134,17 @@ def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
     rows, objective = min(state.settings.wandb_table_rows, len(state.test)), state.objective
     recorder.add_warning(objective.describe_single_prediction(test.columns))
     try:
-        described = collect_predictions(state, objective.with_threshold(test.threshold), test, rows)
+        described = compute_prediction_arrays(state, objective.with_threshold(test.threshold), test, rows)
     except Exception as error:
         if not plan.objective.describes_by_user_code:
             raise
         recorder.add_warning(f"objective={plan.objective.name!r} could not describe its predictions: {error!r}")
-        described = collect_predictions(state, Objective(objective.facts), test, rows)
+        described = compute_prediction_arrays(state, Objective(objective.facts), test, rows)
     with replace_file(work.output_folder / PREDICTIONS) as file:
         np.savez(file, **described)  # type: ignore[arg-type]  # NumPy's types have allow_pickle among the arrays
     if state.step >= LEAST_STEPS:
         pictures, loaders = state.spec.pictures, state.training.source.loaders
-        recorder.add_warning(describe_waiting(state.clock.seconds, state.hardware, loaders, pictures=pictures))
+        recorder.add_warning(describe_waiting_for_data(state.clock.seconds, state.hardware, loaders, pictures=pictures))
     notes = [*recorder.warnings, *list_report_notes(state, recorder.arithmetic, work.checkpoint)]
     if bad:
         what = f"{len(bad):,} samples could not be decoded and were replaced by other samples"
@@ -157,16 +160,19 @@ def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
     )
 
 
-def write_rung(folder: Path, state: TrainingState, validation: Evaluation) -> None:
-    """Write rung.json with the step, and the measure of the weights to keep if training ended now. On rank 0 only."""
+def write_rung_result(folder: Path, state: TrainingState, validation: Evaluation) -> None:
+    """Write rung.json: the step, and the validation measure of the weights to keep. Only rank 0 writes.
+
+    A rung is a stop of a sweep's run before its last step.
+    """
     if rank() == 0:
-        result = RungResult(state.step, state.selection.kept_measure(validation))
+        result = RungResult(state.step, state.selection.get_measure_of_kept_weights(validation))
         with replace_file(folder / RUNG) as file:
             file.write(format_record(result.to_json_value()))
 
 
 def make_sidecar(state: TrainingState, identity: Identity, history: list[float]) -> Sidecar:
-    """Return the sidecar of the kept weights: how to build the model, the measures, and where the model comes from.
+    """Return the content of model.json: how to build the model, its measures, and digests of code and data.
 
     ``identity`` has the digests of code and files. ``history`` has the main measure after each evaluation.
     """
@@ -211,13 +217,12 @@ def make_sidecar(state: TrainingState, identity: Identity, history: list[float])
 
 
 def verify_saved_model(fresh: nn.Module, model_path: Path, sidecar: Sidecar, state: TrainingState) -> None:
-    """Load the saved weights into ``fresh``, and compare its outputs for up to 64 test samples with the trained model.
+    """Raise UserError if a new model with the saved weights gives other outputs than the trained model.
 
-    Moves ``fresh`` to the device, and replaces the forward of its dropout layers. Outputs may differ by a thousandth of
-    the largest output.
+    Compares up to 64 test samples. Outputs may differ by a thousandth of the largest output.
 
     Args:
-        fresh: A new model, with any weights.
+        fresh: A new model. Gets the saved weights, moves to the device, and gets other dropout layers' ``forward``.
         state: Has the trained model with the kept weights, and the test split.
 
     Raises:
@@ -231,10 +236,10 @@ def verify_saved_model(fresh: nn.Module, model_path: Path, sidecar: Sidecar, sta
     if state.dtype == torch.float64:
         model.double()
     with torch.no_grad(), state.evaluation_mode():
-        expected = tensors_of(state.predict(inputs, targets, len(first)))
+        expected = flatten_outputs(state.predict(inputs, targets, len(first)))
         state.this_pass.begin_pass(state.plan.loop.seed, 0, np.arange(len(first)), state.device)
         model = model.to(memory_format=state.memory_format)
-        found = tensors_of(call_with_leaves(model, state.prepare_inputs(inputs)))
+        found = flatten_outputs(call_with_leaves(model, state.prepare_inputs(inputs)))
     largest = expected.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max().item()
     # A model may mask classes by infinite logits, which must be equal and do not count as the largest logit.
     if not torch.allclose(found, expected, rtol=0.0, atol=MOST_APART * largest, equal_nan=True):
@@ -246,14 +251,15 @@ def verify_saved_model(fresh: nn.Module, model_path: Path, sidecar: Sidecar, sta
         )
 
 
-def tensors_of(outputs: Any) -> Tensor:
+def flatten_outputs(outputs: Any) -> Tensor:
     return torch.cat([values.flatten().cpu() for values in list_floats(outputs)] or [torch.zeros(1)])
 
 
 def list_report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from: Checkpoint | None) -> list[str]:
-    """Return the report's sentences about the number of ranks and about a resume. Call on rank 0 only.
+    """Return sentences for the report: why the result may depend on the number of ranks, and the resume, if any.
 
-    ``arithmetic`` has the facts that decide this run's rounding. ``resumed_from`` is None if the run did not resume.
+    Call this function on rank 0 only. ``arithmetic`` has the facts that decide this run's rounding. ``resumed_from`` is
+    None if the run did not resume.
     """
     other = "another number of ranks would give another result."
     by_rank_0 = "and rank 0's values were used: another number of ranks may give another result."
@@ -276,21 +282,21 @@ def list_report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from
     return texts
 
 
-def collect_predictions(state: TrainingState, objective: Objective, test: Evaluation, rows: int) -> Arrays:
-    """Return the arrays of the predictions file by name. Runs the kept model on these samples again.
+def compute_prediction_arrays(state: TrainingState, objective: Objective, test: Evaluation, rows: int) -> Arrays:
+    """Run the kept model on some test samples, and return the arrays of the predictions file by name.
 
-    Arrays hold the first ``rows`` test samples, then the samples that sections of the report show. Only the first
-    ``rows`` samples have ``texts`` and ``numbers``, [rows, columns]. Only the shown samples have ``masks``,
-    ``true_masks`` and ``values``. ``values`` [shown, k] are the inputs that ``value_columns`` [k] names.
+    Arrays hold the first ``rows`` test samples, then the samples that sections of the report show. Two arrays hold only
+    the first ``rows`` samples: ``texts`` and ``numbers``, [rows, columns]. Three arrays hold only the shown samples:
+    ``masks``, ``true_masks`` and ``values``. ``values`` [shown, k] are the inputs that ``value_columns`` [k] names.
     """
     with hide_process_group():
         sections = objective.sections(test.columns)
     shown = [sample for section in sections if isinstance(section, Pictures) for sample in section.samples]
     index = np.array([*range(rows), *shown], dtype=np.int32)
-    parts = [*describe_batches(state, objective, index)]
+    parts = [*predict_batches(state, objective, index)]
     [inputs] = {part.inputs for part in parts} or {()}
     columns = merge_batches([part.columns for part in parts], lambda lists: [*chain.from_iterable(lists)])
-    texts, numbers = name_table_columns(columns)
+    texts, numbers = split_columns_by_type(columns)
     arrays = merge_batches([part.arrays for part in parts], np.concatenate)
     return {
         **{name: values[rows:] if name in OF_SHOWN else values for name, values in arrays.items()},
@@ -306,10 +312,10 @@ def collect_predictions(state: TrainingState, objective: Objective, test: Evalua
     }
 
 
-def name_table_columns(columns: TableColumns) -> tuple[list[str], list[str]]:
+def split_columns_by_type(columns: TableColumns) -> tuple[list[str], list[str]]:
     """Return the names of the columns of texts, and the names of the columns of numbers.
 
-    If there are more than 1,001 columns of numbers, the second list has only ``score``, if that exists.
+    If more than 1,001 columns are numbers, only ``score`` is returned of the numbers (if it exists).
     """
     texts = [name for name, values in columns.items() if len(values) and isinstance(values[0], str)]
     numbers = [name for name in columns if name not in texts]
@@ -317,7 +323,7 @@ def name_table_columns(columns: TableColumns) -> tuple[list[str], list[str]]:
 
 
 def merge_batches(parts: Sequence[Mapping[str, Values]], join: Callable[[list[Values]], Values]) -> dict[str, Values]:
-    """Return the values of all batches, joined by name. Names that some batch lacks are dropped."""
+    """Join the values of all batches by ``join``, name by name. Names that are missing in a batch are dropped."""
     return {
         name: join([part[name] for part in parts])
         for name in (parts[0] if parts else ())
@@ -325,10 +331,10 @@ def merge_batches(parts: Sequence[Mapping[str, Values]], join: Callable[[list[Va
     }
 
 
-def describe_batches(state: TrainingState, objective: Objective, index: NDArray[np.int32]) -> Iterator[DescribedBatch]:
-    """Yield descriptions of batches of test samples, until all of ``index`` are done.
+def predict_batches(state: TrainingState, objective: Objective, index: NDArray[np.int32]) -> Iterator[PredictedBatch]:
+    """Run the kept model on test samples in batches, and yield each batch's columns and arrays for the predictions.
 
-    ``index`` has the positions of the samples in the order of the test split. Runs the kept model in evaluation mode.
+    ``index`` has the positions of the samples in the order of the test split. The model runs in evaluation mode.
     """
     batch_size = state.plan.loop.test_batch_size
     for start in range(0, len(index), batch_size):
@@ -340,19 +346,25 @@ def describe_batches(state: TrainingState, objective: Objective, index: NDArray[
             outputs = state.predict(inputs, targets, len(places))
         values = state.data.list_inputs(inputs, numbers)
         texts = [describe_inputs(values, row).values() for row in range(len(places))]
-        answers, arrays = describe_answers(objective, convert_outputs(outputs, torch.float32), targets, len(places))
+        answers, arrays = collect_answers(objective, convert_outputs(outputs, torch.float32), targets, len(places))
         arrays["values"] = np.array([*map(list, texts)], dtype=np.str_).reshape(len(places), len(values))
         arrays["names"] = np.array(names, dtype=np.str_)
         if state.spec.pictures:
             arrays["images"] = inputs.cpu().numpy()
-        yield DescribedBatch((*values,), answers, arrays)
+        yield PredictedBatch((*values,), answers, arrays)
 
 
-def describe_answers(objective: Objective, outputs: Any, targets: Leaves, samples: int) -> tuple[TableColumns, Arrays]:
-    """Return the columns of answers and truths of ``samples`` samples, and for each sample a score and short texts.
+def collect_answers(
+    objective: Objective, outputs: Any, targets: Leaves, samples: int
+) -> tuple[TableColumns, Arrays]:
+    """Return a batch's answers and truths as columns of a table, and as arrays for the report.
 
-    For objectives with masks, the texts are empty, and the masks of predictions and truths are added. The score is NaN
-    if the objective gives none.
+    Args:
+        samples: Number of samples in the batch.
+
+    Returns:
+        The columns, and the arrays ``score`` (NaN without scores), ``prediction`` and ``truth`` (short texts). For
+            objectives with masks, the texts are empty, and ``masks`` and ``true_masks`` are added.
     """
     answers = objective.answers(objective.hide_padding(outputs, targets))
     truths, masks = objective.truths(targets), objective.masks(outputs)

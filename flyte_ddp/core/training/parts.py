@@ -28,7 +28,7 @@ class RankSlice(NamedTuple):
     step: int = 0  # the optimiser step, by which mixup draws
 
     def list_loads(self) -> list[sampling.Indices]:
-        """Return the arrays of samples to load: this slice's samples, and with mixup their partners."""
+        """Return the arrays of samples to load: this slice's samples and, with mixup, the partners."""
         return [self.samples] if self.partners is None else [self.samples, self.partners]
 
 
@@ -43,7 +43,7 @@ class LoadedSlice(NamedTuple):
     targets: Sequence[tuple[Leaves, Tensor | None]]
 
     def prepare_inputs(self, prepare: Callable[[Leaves], Leaves]) -> Leaves:
-        """Return the slice's inputs, each converted by ``prepare``. With mixup, returns the mixtures."""
+        """Return the slice's inputs, converted by ``prepare`` and, with mixup, mixed with the partners' inputs."""
         if not self.shares:
             return prepare(self.inputs[0])
 
@@ -56,12 +56,12 @@ class LoadedSlice(NamedTuple):
         return tree_map(mix, *(prepare(inputs) for inputs in self.inputs))
 
 
-def split_for_rank(
+def split_batch_for_rank(
     batch: sampling.Indices, parts: int, partners: sampling.Indices | None = None, step: int = 0
 ) -> list[RankSlice]:
-    """Return this rank's slice of each of ``parts`` micro-batches.
+    """Divide a global batch into ``parts`` micro-batches, and return this rank's slice of each micro-batch.
 
-    A batch with fewer samples than ``parts`` has a micro-batch for each sample.
+    If the batch has fewer samples than ``parts``, each sample is a micro-batch.
 
     Args:
         partners: With mixup, the sample with which each sample of the batch is mixed.
@@ -81,17 +81,17 @@ def split_for_rank(
     return [RankSlice(*own_slice(batch, part), own_slice(partners, part)[0], step) for part in range(parts)]
 
 
-def list_slices(state: TrainingState, batch: sampling.Indices, step: int) -> list[RankSlice]:
-    """Return this rank's slice of each micro-batch of a global batch. With mixup, slices have partners."""
+def list_rank_slices(state: TrainingState, batch: sampling.Indices, step: int) -> list[RankSlice]:
+    """Return this rank's slice of each micro-batch of a global batch, with mixup's partners if mixup is on."""
     loop = state.plan.loop
     partners = choose_mixup_partners(batch, loop.seed, step) if loop.mixup else None
-    return split_for_rank(batch, loop.accumulation_steps, partners, step)
+    return split_batch_for_rank(batch, loop.accumulation_steps, partners, step)
 
 
 def load_slice(state: TrainingState, part: RankSlice) -> LoadedSlice:
-    """Load a slice of the global batch, and return inputs, targets and weights on the device.
+    """Load this rank's slice of a micro-batch, and return inputs, targets and weights on the device.
 
-    With mixup, also loads the partners. The weights of losses then contain the shares of samples and partners.
+    With mixup, also loads the partners, and the weights of losses contain the shares of samples and partners.
     """
     loads = [state.training.load_batch(samples, state.epoch) for samples in part.list_loads()]
     inputs = [batch.inputs for batch in loads]
@@ -108,13 +108,13 @@ def load_slice(state: TrainingState, part: RankSlice) -> LoadedSlice:
     return LoadedSlice(len(part.samples), inputs, shares, weighted)
 
 
-def load_slices(
+def load_slices_and_sum_weights(
     state: TrainingState, parts: Sequence[RankSlice], samples: int
 ) -> tuple[Iterator[LoadedSlice], Tensor | int]:
-    """Return an iterator that loads a step's slices, and the sum of the losses' weights over all ranks.
+    """Return an iterator over a step's loaded slices, and the sum of the losses' weights over all ranks.
 
-    If the objective has weights, loads all slices in this call, which is then collective. Without weights, slices are
-    loaded by the iterator, and the sum is ``samples``.
+    If the objective has weights, this call loads all slices, and is collective. Without weights, the iterator loads
+    each slice when it is needed, and the sum is ``samples``.
 
     Args:
         parts: This rank's slices of the micro-batches.

@@ -30,7 +30,7 @@ class Group:
     """Base class of settings that have the names of hyperparameters."""
 
     @classmethod
-    def of(cls, values: Values) -> Self:
+    def from_hyperparameters(cls, values: Values) -> Self:
         """Return the settings of this group among ``values``."""
         return cls(**{field.name: getattr(values, field.name) for field in fields(cls)})  # type: ignore[arg-type]
 

@@ -49,7 +49,7 @@ class Recorder:
         self.samples = 0
         self.samples_in_all = 0
         self.training_seconds = 0.0
-        self.since = self.training_time()  # when the last record was written
+        self.since = self.count_training_seconds()  # when the last record was written
         self.main_measure, self.counts_tokens = state.objective.main_measure, state.objective.counts_tokens
         self.epoch_accuracies: list[float] = []  # the main measure of the test split, after each evaluation
         self.arithmetic = gather_arithmetic(state.hardware, self.device)
@@ -59,9 +59,9 @@ class Recorder:
             self.progress = StepProgress(self.settings.progress, state.total_steps, state.steps_per_epoch)
 
     def write(self, record: MetricsRecord) -> None:
-        """Append a record to metrics.jsonl on rank 0.
+        """Append a record to metrics.jsonl on rank 0. Other ranks keep the last four records in ``last_records``.
 
-        Other ranks keep their last records, in case rank 0 is lost.
+        If rank 0 is lost, another rank's last records complete the file.
         """
         if self.writes:
             self.log.write(record.to_json_value())
@@ -78,13 +78,12 @@ class Recorder:
             self.log.close()
 
     def state_dict(self) -> State:
-        return {name: getattr(self, name) for name in SAVED} | {"seconds": self.training_time() - self.since}
+        return {name: getattr(self, name) for name in SAVED} | {"seconds": self.count_training_seconds() - self.since}
 
     def load_state_dict(self, saved: State) -> None:
         """Restore the result of :meth:`state_dict`.
 
-        Warnings that were added before the call are kept, after the saved warnings. Sets ``since`` back by the seconds
-        since the last record before the checkpoint.
+        Warnings that were added before the call are kept, after the saved warnings.
         """
         new = self.warnings
         for name in SAVED:
@@ -93,19 +92,19 @@ class Recorder:
         self.loss_sum = self.loss_sum.to(self.device)
         if isinstance(self.weight, torch.Tensor):
             self.weight = self.weight.to(self.device)
-        self.since = self.training_time() - saved["seconds"]
+        self.since = self.count_training_seconds() - saved["seconds"]
 
-    def training_time(self) -> float:
-        """Return the seconds since a fixed time, without the seconds of evaluations."""
+    def count_training_seconds(self) -> float:
+        """Return a time in seconds that stands still during evaluations. Only differences have a meaning."""
         return time.perf_counter() - self.clock.seconds["evaluation"]
 
     def record_step(
         self, epoch: int, step: int, sums: StepSums, learning_rate: float, gradient_norm: torch.Tensor | None = None
     ) -> None:
-        """Add a step to the sums.
+        """Add a step's loss, weights and samples to the sums since the last record.
 
-        Every ``log_interval`` steps, and after the last step, waits for the GPU, writes a record, and sets the sums to
-        0. In other steps, may only print progress.
+        Every ``log_interval`` steps, and after the last step, waits for the GPU, writes a record to metrics.jsonl, and
+        sets the sums to 0. May print progress in any step.
 
         Args:
             epoch: Number of the epoch, from 0.
@@ -121,7 +120,7 @@ class Recorder:
             if self.writes and self.progress.is_due():
                 self.progress.show_step(step, {})
             return
-        elapsed = self.training_time() - self.since
+        elapsed = self.count_training_seconds() - self.since
         self.training_seconds += elapsed
         self.samples_in_all += self.samples
         loss = self.loss_sum.item() / (float(self.weight) or 1.0)
@@ -143,10 +142,10 @@ class Recorder:
             self.progress.show_step(step, {"loss": f"loss {loss:.4f}", **shown})
         self.loss_sum.zero_()
         self.weight = self.samples = 0
-        self.since = self.training_time()
+        self.since = self.count_training_seconds()
 
     def record_evaluation(self, epoch: int, step: int, validation: Evaluation, test: Evaluation) -> None:
-        """Keep the test split's main measure. On rank 0, write and print the measures of both splits."""
+        """Write and print the measures of both splits on rank 0. Keeps the main measure in ``epoch_accuracies``."""
         self.epoch_accuracies.append(test.measures[self.main_measure])
         measures = {"validation": validation.measures, "test": test.measures}
         self.write(EvaluationRecord(epoch=epoch, step=step, validation=validation.measures, test=test.measures))
@@ -154,20 +153,17 @@ class Recorder:
             self.progress.print_evaluation(step, measures, self.main_measure)
 
     def add_warning(self, warning: str) -> None:
-        """Keep a warning for the report, and print the warning on rank 0. Ignores an empty warning.
-
-        A repeated warning is kept again.
-        """
+        """Keep a warning for the report, and print the warning on rank 0. Ignores an empty warning."""
         if warning:
             self.warnings.append(warning)
             if self.writes:
                 self.progress.print_note(warning)
 
     def seconds_by_activity(self) -> Seconds:
-        """Return this rank's seconds by activity, and their sum.
+        """Return how many seconds this rank has spent in each activity, and in all.
 
         ``communication`` is the time that did not overlap with computation. On a GPU, ``data`` includes the waits for
-        batches, and ``forward_backward`` the waits for the host's launches.
+        batches, and ``forward_backward`` the waits for kernels that the host has not launched yet.
         """
         spent = self.clock.seconds
         seconds = {
@@ -181,11 +177,11 @@ class Recorder:
 
 
 def rebuild_lost_metrics(metrics: bytes, records: Iterable[StepRecord], epoch: int, step: int) -> bytes:
-    """Return the metrics of a lost rank 0 up to the state of another rank, as lines of JSON.
+    """Return the content of metrics.jsonl up to another rank's state, after rank 0 is lost.
 
     Args:
         metrics: The content of rank 0's metrics.jsonl. Lines that cannot be read are dropped.
-        records: The other rank's last records, of which missing records are added.
+        records: The other rank's last records. Records that ``metrics`` lacks are added.
         epoch: Epochs that are done in the other rank's state. Evaluations after this epoch are dropped.
         step: Steps that are done in the other rank's state. Records after this step are dropped.
     """
@@ -204,10 +200,10 @@ def rebuild_lost_metrics(metrics: bytes, records: Iterable[StepRecord], epoch: i
     return b"".join(line + b"\n" for line in lines)
 
 
-def describe_waiting(seconds: Mapping[str, float], hardware: Hardware, loaders: int, *, pictures: bool) -> str:
-    """Return advice if the GPU waited for data in more than a fifth of the steps' time, else "".
+def describe_waiting_for_data(seconds: Mapping[str, float], hardware: Hardware, loaders: int, *, pictures: bool) -> str:
+    """Return advice, as text, if the GPU waited for data in more than a fifth of the steps' time, else "".
 
-    On a CPU, returns "", because steps are not timed.
+    On a CPU, steps are not timed, and the result is "".
 
     Args:
         seconds: Seconds by activity, from the clock.
@@ -230,7 +226,7 @@ def describe_waiting(seconds: Mapping[str, float], hardware: Hardware, loaders: 
 
 
 def gather_arithmetic(hardware: Hardware, device: torch.device) -> Arithmetic:
-    """Return the facts that decide this run's rounding, such as ranks, devices and precision. Collective."""
+    """Return what decides this run's rounding: number of ranks, all ranks' devices, and precision. Collective."""
     own = torch.cuda.get_device_name(device) if device.type == "cuda" else str(read_cpu())
     devices = distributed.gather_objects(own)
     return Arithmetic(

@@ -25,12 +25,18 @@ from flyte_ddp.core.parallel.distributed import explain_out_of_memory, gather_ob
 from flyte_ddp.core.samples.leaves import Leaves, call_with_leaves
 from flyte_ddp.core.training import trial
 from flyte_ddp.core.training.checkpointing import Checkpointer, load_training_state
-from flyte_ddp.core.training.diagnosis import non_finite_loss_error
-from flyte_ddp.core.training.evaluate import Evaluation, gather_columns, measure_split
-from flyte_ddp.core.training.optimisation import do_first_step
+from flyte_ddp.core.training.diagnosis import make_non_finite_loss_error
+from flyte_ddp.core.training.evaluate import Evaluation, compute_split_columns, measure_split
+from flyte_ddp.core.training.optimisation import do_first_user_optimizer_step
 from flyte_ddp.core.training.optimizer_state import check_optimizer_state
-from flyte_ddp.core.training.outputs import write_outputs, write_rung, write_start_record
-from flyte_ddp.core.training.parts import RankSlice, list_slices, load_slice, load_slices, split_for_rank
+from flyte_ddp.core.training.outputs import write_outputs, write_rung_result, write_start_record
+from flyte_ddp.core.training.parts import (
+    RankSlice,
+    list_rank_slices,
+    load_slice,
+    load_slices_and_sum_weights,
+    split_batch_for_rank,
+)
 from flyte_ddp.core.training.plan import INITIAL_WEIGHTS, TrainingJob
 from flyte_ddp.core.training.recording import Recorder, StepSums
 from flyte_ddp.core.training.training_state import TrainingState
@@ -55,7 +61,7 @@ def train(rank: Rank) -> None:
     hardware = choose_hardware(plan.hardware, work.world, min(gather_objects(bf16_support(work.world.device_type))))
     state = TrainingState(plan, hardware, data, work.files.get(INITIAL_WEIGHTS), settings)
     with closing(state.splits), closing(Recorder(work.output_folder, state)) as recorder:
-        state.stop_after_fraction(job.steps_divisor)
+        state.set_last_step_to_fraction(job.steps_divisor)
         write_start_record(state, recorder, resumed_from=work.checkpoint)
         if work.checkpoint is not None:
             load_training_state(state, recorder, work.checkpoint)
@@ -73,7 +79,7 @@ def train(rank: Rank) -> None:
             if recorder.writes:
                 rank.record_restarts(recorder.write)
             while state.epoch < state.last_epoch and not state.selection.stopped:
-                for batch in state.clock.time_steps(remaining_batches(state)):
+                for batch in state.clock.time_steps(iterate_remaining_batches(state)):
                     train_step(state, recorder, batch)
                 state.loss_watch.check_pending_loss()  # the last step's loss, before the weights are evaluated or saved
                 is_last = state.step == state.total_steps
@@ -81,20 +87,20 @@ def train(rank: Rank) -> None:
                     break  # a part ends in the middle of an epoch
                 evaluate = is_last or (state.epoch + 1) % loop.eval_interval == 0
                 evaluations = evaluate_splits(state, state.validation, state.test) if evaluate else ()
-                state.splits.refuse_too_many_bad_samples(loop.bad_samples)
+                state.splits.check_number_of_bad_samples(loop.bad_samples)
                 finish_epoch(state, recorder, evaluations)
                 checkpoints.save_epoch()
             if state.epoch < state.epochs and not state.selection.stopped:
                 checkpoints.save_last()  # before an evaluation that the run does not have, which may change buffers
-                write_rung(work.output_folder, state, *evaluate_splits(state, state.validation))
+                write_rung_result(work.output_folder, state, *evaluate_splits(state, state.validation))
                 return
         write_outputs(work, state, recorder)  # the caller leaves the process group
 
 
-def remaining_batches(state: TrainingState) -> Iterator[sampling.Indices]:
-    """Yield the samples of each global batch left in the epoch, while threads or processes load later batches.
+def iterate_remaining_batches(state: TrainingState) -> Iterator[sampling.Indices]:
+    """Yield the samples of each global batch from ``state.step`` to the end of the epoch, or to ``state.last_step``.
 
-    The first batch is the batch after ``state.step``. Ends early where this attempt stops.
+    Meanwhile threads or processes load this rank's samples of later batches.
     """
     epoch, training, batch_size = state.epoch, state.training, state.plan.loop.batch_size
     done = state.step - epoch * state.steps_per_epoch
@@ -103,7 +109,7 @@ def remaining_batches(state: TrainingState) -> Iterator[sampling.Indices]:
 
     def list_rank_samples(item: tuple[int, sampling.Indices]) -> list[sampling.Indices]:
         step, batch = item
-        return [samples for part in list_slices(state, batch, step) for samples in part.list_loads()]
+        return [samples for part in list_rank_slices(state, batch, step) for samples in part.list_loads()]
 
     numbered = enumerate(wanted, state.step)
     for _, batch in training.iterate_with_prefetch(numbered, list_rank_samples, epoch, batch_size):
@@ -113,7 +119,8 @@ def remaining_batches(state: TrainingState) -> Iterator[sampling.Indices]:
 def train_step(state: TrainingState, recorder: Recorder, batch: sampling.Indices) -> None:
     """Do one optimiser step on a global batch [B], and record the step. Collective.
 
-    Changes weights, optimiser state and buffers, and sets ``state.step``. Snapshots wait for the update.
+    Changes weights, optimiser state and buffers, and increases ``state.step``. May write a record to metrics.jsonl.
+    Checkpoints wait while the weights are updated.
 
     Raises:
         UserError: The loss of this step, or on a GPU of the step before, is not finite.
@@ -131,18 +138,18 @@ def train_step(state: TrainingState, recorder: Recorder, batch: sampling.Indices
 
 
 def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums:
-    """Compute the gradients of a global batch [B], and return the sums over all samples. Collective.
+    """Load a global batch [B], compute the gradients of all ranks' samples, and return the sums of losses. Collective.
 
-    Loads the batch in micro-batches. The gradients are averaged over the ranks, and stay in the parameters. Seeds the
-    global random generators.
+    Works in micro-batches. The gradients are averaged over the ranks, and stay in the parameters. Seeds the global
+    random generators.
 
     Raises:
         UserError: The model fails on the inputs, outputs or losses are unfit, or a parameter would never be trained.
     """
     state.set_optimizer_mode(training=True)
     part_sums = []
-    parts = list_slices(state, batch, state.step)
-    loaded, total = load_slices(state, parts, len(batch))
+    parts = list_rank_slices(state, batch, state.step)
+    loaded, total = load_slices_and_sum_weights(state, parts, len(batch))
     divisor = total if isinstance(total, int) else total.where(total > 0, 1.0)  # a step without any weight has loss 0
     for part in parts:
         with state.clock("data"):
@@ -163,7 +170,7 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums
             if not part.has_samples:
                 loss = 0.0 * loss  # the backward pass must still run, because other ranks wait in its exchanges
             if not state.step and state.plan.has_user_model_or_objective:
-                trial.refuse_foreign_parameters(state.model, loss)
+                trial.check_loss_uses_model_parameters_only(state.model, loss)
             state.this_pass.finish_forward()
             state.sync.prepare_backward(outputs, loss)
             # Divided by the sum of the global batch's weights, or by its size, so that a smaller last batch is exact.
@@ -176,25 +183,27 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums
             state.this_pass.finish_pass()
         # A copy, on the state's device: a user-defined objective may use another device, or fp64.
         part_sums.append(loss.detach().to(state.device, torch.float64, copy=True))
-    state.refuse_late_parameters(state.frozen.items())  # cheap enough for each step
+    state.check_parameters_are_optimised(state.frozen.items())  # cheap enough for each step
     loss_sum = reduce(torch.add, part_sums)
     if world_size() > 1:
         with state.clock("communication"):
-            loss_sum = exchange_gradients(state, loss_sum)
+            loss_sum = exchange_gradients_and_buffers(state, loss_sum)
     return StepSums(loss_sum, total, len(batch))
 
 
 @lru_cache(maxsize=8)  # each tensor that a step makes costs microseconds
 def make_loss_factor(divisor: int, num_ranks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return num_ranks / divisor, as a scalar. ``divisor`` is the number of samples in the global batch.
+    """Return num_ranks / divisor as a scalar tensor. ``divisor`` is the number of samples in the global batch.
 
-    Gradients are averaged over the ranks, so num_ranks cancels out. Later calls return the same tensor.
+    Gradients are averaged over the ranks, so ``num_ranks`` cancels out. The tensor is cached.
     """
     return torch.full((), 1 / divisor, dtype=dtype, device=device) * num_ranks
 
 
-def exchange_gradients(state: TrainingState, loss_sum: Tensor) -> Tensor:
-    """Average the gradients over the ranks. If any rank's buffers changed, copy rank 0's buffers to all. Collective.
+def exchange_gradients_and_buffers(state: TrainingState, loss_sum: Tensor) -> Tensor:
+    """Average gradients over the ranks in place, and add up the loss. Collective.
+
+    If any rank's buffers changed, copies rank 0's buffers to all ranks.
 
     Returns:
         The sum of ``loss_sum`` over the ranks, a scalar.
@@ -216,9 +225,9 @@ def exchange_gradients(state: TrainingState, loss_sum: Tensor) -> Tensor:
 def compute_outputs(
     state: TrainingState, model: Callable[..., Any], inputs: Leaves, targets: Leaves, part: RankSlice
 ) -> Any:
-    """Begin a training pass on ``part``, and return the model's outputs.
+    """Run ``model`` on a rank's slice of a micro-batch in the run's precision, and return the checked outputs.
 
-    Seeds the global random generators. Call ``finish_pass`` of the pass afterwards.
+    Seeds the global random generators. After the backward pass, call ``finish_pass`` of ``state.this_pass``.
 
     Args:
         model: Called with the inputs. May be ``state.sync``.
@@ -252,27 +261,27 @@ def compute_outputs(
 
 
 def rerun_forward_passes(state: TrainingState, batch: sampling.Indices, step: int) -> None:
-    """Load this rank's part of a step's batch again, and run the forward passes for the caller's hooks.
+    """Load this rank's part of a step's batch again, and run the forward passes again. Returns nothing.
 
-    The hooks of :func:`find_non_finite_activation` check whether outputs are finite, and this function does not. Seeds
-    the global random generators, and may change buffers.
+    Hooks of :func:`find_non_finite_activation` look at the outputs. Seeds the global random generators, and may change
+    buffers.
 
     Raises:
         UserError: An input, or a target of a user-defined objective, is not finite. The error names the sample. Errors
             of :func:`compute_outputs` are raised, too.
     """
-    for part in list_slices(state, batch, step):
+    for part in list_rank_slices(state, batch, step):
         loaded = load_slice(state, part)
-        trial.refuse_non_finite(state, loaded.inputs[0], loaded.targets[0][0], part.samples, "training")
+        trial.check_samples_finite(state, loaded.inputs[0], loaded.targets[0][0], part.samples, "training")
         inputs = loaded.prepare_inputs(state.prepare_inputs)
         compute_outputs(state, partial(call_with_leaves, state.model), inputs, loaded.targets[0][0], part)
 
 
 def apply_gradients(state: TrainingState) -> Tensor | None:
-    """Clip the gradients, update the weights, and count the step. Afterwards no parameter has a gradient.
+    """Clip the gradients, update the weights and the moving average, remove the gradients, and count the step.
 
-    Sets the learning rate of each parameter group, and updates the moving average. With a user-defined optimiser, seeds
-    the global random generators, and checks the optimiser in the first step.
+    Sets the learning rate of each parameter group. With a user-defined optimiser, seeds the global random generators,
+    and checks the optimiser in the first step.
 
     Returns:
         The norm of the gradients before clipping (a scalar), or None without a limit.
@@ -293,7 +302,7 @@ def apply_gradients(state: TrainingState) -> Tensor | None:
         if state.step or not settings.is_user_defined:
             optimizer.step()
         else:
-            do_first_step(optimizer, settings.optimizer)
+            do_first_user_optimizer_step(optimizer, settings.optimizer)
             check_optimizer_state(optimizer, settings.optimizer)
         optimizer.zero_grad(set_to_none=True)  # a parameter without a gradient in the next step then stays as it is
     state.update_average()
@@ -303,10 +312,10 @@ def apply_gradients(state: TrainingState) -> Tensor | None:
 
 
 def evaluate_splits(state: TrainingState, *splits: Split) -> tuple[Evaluation, ...]:
-    """Average BatchNorm's running statistics over the ranks, and evaluate the kept weights. Collective.
+    """Evaluate the kept weights on each split. Collective.
 
-    The averages are written into the kept model. The first split must be the validation split, on which a threshold for
-    all splits is fitted. Optimisers stay in evaluation mode.
+    First averages BatchNorm's running statistics over the ranks, in place. The first split must be the validation
+    split, on which a threshold for all splits is fitted. Optimisers stay in evaluation mode.
 
     Returns:
         The evaluation of each split, in order, equal on all ranks.
@@ -319,7 +328,7 @@ def evaluate_splits(state: TrainingState, *splits: Split) -> tuple[Evaluation, .
     with state.clock("communication"):
         # Weighted by this rank's samples of the largest batch there is: with few training samples some ranks have none.
         largest_batch = np.arange(min(loop.batch_size, len(state.training)))
-        parts = split_for_rank(largest_batch, loop.accumulation_steps)
+        parts = split_batch_for_rank(largest_batch, loop.accumulation_steps)
         own_samples = sum(len(part.samples) for part in parts if part.has_samples)
         averaged = compute_mean_running_statistics(state.kept_model(), own_samples)
         with state.exclude_snapshots():
@@ -327,27 +336,31 @@ def evaluate_splits(state: TrainingState, *splits: Split) -> tuple[Evaluation, .
                 statistic.copy_(average)
             state.buffers.copy_buffers_after_step()
     with state.clock("evaluation"), state.evaluation_mode():
-        columns = [gather_columns(state.predict, split, loop.test_batch_size, state.objective) for split in splits]
+        columns = [
+            compute_split_columns(state.predict, split, loop.test_batch_size, state.objective) for split in splits
+        ]
         objective = state.objective.with_fitted_threshold(columns[0])
         return tuple(measure_split(objective, each) for each in columns)
 
 
 def finish_epoch(state: TrainingState, recorder: Recorder, evaluations: tuple[Evaluation, ...]) -> None:
-    """Count the epoch, record ``evaluations``, and select the weights to keep.
+    """Check the model, count the epoch, write the evaluations to metrics.jsonl, and select the weights to keep.
 
     ``evaluations`` are of the validation and the test split, or empty if the epoch has no evaluation.
 
     Raises:
         UserError: A loss is not finite, or the model or its optimiser fails a check.
     """
-    state.check_model()
+    state.check_model_and_buffers()
     with state.exclude_snapshots():
         state.epoch += 1
         for split, evaluation in zip(("validation", "test"), evaluations, strict=False):
             if not math.isfinite(loss := evaluation.measures.get("loss", 0.0)):
-                trial.refuse_non_finite_sample(state, split, evaluation.columns["loss"])
+                trial.check_first_sample_of_non_finite_loss(state, split, evaluation.columns["loss"])
                 at = {"epoch": state.epoch - 1, "step": state.step, "update_step": state.step}
-                raise non_finite_loss_error(state.model, state.plan.optimizer.learning_rate, loss, **at, activation="")
+                raise make_non_finite_loss_error(
+                    state.model, state.plan.optimizer.learning_rate, loss, **at, activation=""
+                )
         if evaluations:
             validation, test = evaluations
             recorder.record_evaluation(state.epoch, state.step, validation, test)

@@ -28,12 +28,17 @@ from flyte_ddp.core.parallel.strategies import compile_model, create_gradient_sy
 from flyte_ddp.core.parallel.training_pass import TrainingPass
 from flyte_ddp.core.samples.leaves import Leaves, call_with_leaves
 from flyte_ddp.core.settings import Settings
-from flyte_ddp.core.training.building import UserSources, build_initial_model, replace_layers, seed_generators
+from flyte_ddp.core.training.building import (
+    UserSources,
+    build_initial_model,
+    make_layers_rank_independent,
+    seed_and_set_determinism,
+)
 from flyte_ddp.core.training.diagnosis import LossWatch
 from flyte_ddp.core.training.evaluate import Selection
-from flyte_ddp.core.training.objective_setup import build_objective, why_not_comparable
+from flyte_ddp.core.training.objective_setup import build_objective, describe_comparison_obstacle
 from flyte_ddp.core.training.optimisation import MovingAverage, create_optimizers, make_schedule
-from flyte_ddp.core.training.optimizer_state import read_attributes
+from flyte_ddp.core.training.optimizer_state import read_plain_attributes
 from flyte_ddp.core.training.plan import TrainingPlan
 
 
@@ -68,12 +73,12 @@ class TrainingState:
         self.inconsistent = False  # whether an update has failed halfway: then nothing is saved
         on_gpu = hardware.device_type == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        seed_generators(loop.seed, deterministic=loop.deterministic)
+        seed_and_set_determinism(loop.seed, deterministic=loop.deterministic)
         self.user_sources = UserSources(plan.user_code, data.user_code)  # before user code runs, as in the digest
         self._open_splits()
         self.objective = build_objective(plan, data, self.training.order, self.splits.targets)
         self._set_splits(self.splits.check_by(self.objective.check_targets))
-        self.loss_exchange = RankExchange(why_not_comparable(loop.accumulation_steps, loop.mixup))
+        self.loss_exchange = RankExchange(describe_comparison_obstacle(loop.accumulation_steps, loop.mixup))
         # The order matters from here on. The model must have its final type, device and layers before anything refers
         # to its parameters. Then the strategy copies rank 0's weights to all ranks. Then the optimiser, the average and
         # the buffers refer to these weights.
@@ -85,14 +90,14 @@ class TrainingState:
         if self.dtype == torch.float64:
             model.double()  # a model in fp32 is not cast: it may have buffers of other types, also complex ones
         self.model = model.to(self.device).to(memory_format=self.memory_format)
-        replace_layers(model, self.this_pass, hardware, sync_batchnorm=loop.sync_batchnorm)
+        make_layers_rank_independent(model, self.this_pass, hardware, sync_batchnorm=loop.sync_batchnorm)
         set_training_mode(model, self.frozen_modules)
         self.optimised_parameters = {parameter for parameter in model.parameters() if parameter.requires_grad}
         self.frozen = {name: each for name, each in model.named_parameters() if not each.requires_grad}
         self.clock = make_clock(self.device)
         self.sync = create_gradient_sync(compile_model(model) if loop.compile else model, hardware.strategy, self.clock)
         self.optimizers = create_optimizers(model, optimizer, plan.hyperparameters)
-        self.attributes_at_start = copy_to_cpu([read_attributes(each) for each in self.optimizers])
+        self.attributes_at_start = copy_to_cpu([read_plain_attributes(each) for each in self.optimizers])
         self.optimizers_train: bool | None = None  # True after train(), False after eval()
         self.initial_rates = [float(group["lr"]) for group in self.parameter_groups()]
         self.schedule = make_schedule(optimizer.schedule, optimizer.warmup_steps, self.total_steps)
@@ -123,8 +128,10 @@ class TrainingState:
         self.splits = splits
         self.training, self.validation, self.test = splits.training, splits.validation, splits.test
 
-    def stop_after_fraction(self, steps_divisor: int) -> None:
-        """Let training stop after 1 / ``steps_divisor`` of the steps, rounded up, by ``last_step`` and ``last_epoch``.
+    def set_last_step_to_fraction(self, steps_divisor: int) -> None:
+        """Set ``last_step`` and ``last_epoch``, so that training stops after 1 / ``steps_divisor`` of the steps.
+
+        The number of steps is rounded up.
 
         Raises:
             UserError: The run has fewer than ``steps_divisor`` steps.
@@ -139,9 +146,9 @@ class TrainingState:
 
     @contextmanager
     def exclude_snapshots(self) -> Iterator[None]:
-        """Hold the state's lock for the block, so no checkpoint copies the state meanwhile. Blocks may be nested.
+        """Hold the state's lock for the block, so that no checkpoint copies a half-changed state. Blocks may be nested.
 
-        After an exception in the block, no checkpoint copies the state any more.
+        Waits while a checkpoint copies the state. After an exception in the block, the state is never saved again.
         """
         with self.lock:
             before, self.inconsistent = self.inconsistent, True
@@ -154,8 +161,8 @@ class TrainingState:
     def set_optimizer_mode(self, *, training: bool) -> None:
         """Call ``train()`` or ``eval()`` of the optimisers that have these methods, unless the mode is set already.
 
-        Schedule-free optimisers change the weights in these methods. Each change rounds the weights. Therefore the next
-        step sets training mode, not the end of an evaluation.
+        Schedule-free optimisers change and round the weights in these methods. Thus the next step sets training mode,
+        not the end of an evaluation.
         """
         if training != self.optimizers_train:
             with self.exclude_snapshots():
@@ -164,15 +171,15 @@ class TrainingState:
                 self.optimizers_train = training
 
     def prepare_inputs(self, inputs: Leaves) -> Leaves:
-        """Return a batch's inputs as the model accepts them: converted, and images also resized and normalised."""
+        """Return a batch's inputs in the model's dtype, with images resized and normalised."""
         return prepare_inputs(inputs, self.spec, self.dtype, self.memory_format)
 
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
-        """Set model and moving average to evaluation mode for the block, with the buffers of a loaded model.
+        """Set model, moving average and optimisers to evaluation mode for the block.
 
-        After the block, training mode and the shared buffers are restored. Optimisers stay in evaluation mode after the
-        block.
+        Buffers that the state_dict omits get their initial values, as in a loaded model. After the block, training mode
+        and the buffers (except BatchNorm's) are restored. Optimisers stay in evaluation mode.
 
         Raises:
             UserError: A buffer of the model was added, removed or resized.
@@ -188,16 +195,21 @@ class TrainingState:
             for module in modules:
                 set_training_mode(module, self.frozen_modules)
 
-    def check_model(self) -> None:
-        """Raise UserError if no file can hold the model, buffers changed, or the optimiser lacks a parameter."""
+    def check_model_and_buffers(self) -> None:
+        """Check the model after an epoch.
+
+        Raises:
+            UserError: The state_dict cannot be saved, a buffer was added, removed or resized, or a trainable parameter
+                is in no optimiser.
+        """
         check_state_dict(self.plan.model.name, self.model.state_dict())
         self.buffers.require_same_buffer_layout(self.model)
-        self.refuse_late_parameters(self.model.named_parameters())
+        self.check_parameters_are_optimised(self.model.named_parameters())
 
-    def refuse_late_parameters(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Raise UserError if a trainable parameter was frozen or missing when the optimiser was made.
+    def check_parameters_are_optimised(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Raise UserError if a trainable parameter of ``named`` is in no optimiser.
 
-        ``named`` are the parameters to check, with names.
+        Such a parameter was frozen or missing when the optimiser was made.
         """
         for name, parameter in named:
             if parameter.requires_grad and parameter not in self.optimised_parameters:
@@ -208,9 +220,9 @@ class TrainingState:
                 )
 
     def predict(self, inputs: Leaves, targets: Leaves, samples: int, model: nn.Module | None = None) -> Any:
-        """Return the checked outputs of ``model``, by default of :meth:`kept_model`, for a batch.
+        """Prepare the inputs of a batch, run ``model`` (by default :meth:`kept_model`), and return its checked outputs.
 
-        Seeds the global random generators. Gradients and evaluation mode are left to the caller.
+        Seeds the global random generators. Does not change the mode, and does not turn off gradients.
 
         Args:
             inputs: Inputs as loaded, which are prepared here.
@@ -227,7 +239,7 @@ class TrainingState:
         return outputs
 
     def kept_model(self) -> nn.Module:
-        """Return the module whose weights would be kept now: the moving average with ``keep`` "ema", else the model."""
+        """Return the module that is evaluated and saved: with ``keep`` "ema" the moving average, else the model."""
         return self.model if self.plan.selection.keep != "ema" or self.average is None else self.average.module
 
     def update_average(self) -> None:

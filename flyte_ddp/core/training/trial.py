@@ -17,7 +17,7 @@ from flyte_ddp.core.order.random_state import keep_random_state
 from flyte_ddp.core.order.sampling import Indices
 from flyte_ddp.core.parallel.distributed import hide_process_group, rank
 from flyte_ddp.core.samples.leaves import Leaves, name_leaves
-from flyte_ddp.core.training.evaluate import compute_columns, measure_columns
+from flyte_ddp.core.training.evaluate import compute_batch_columns, compute_measures
 from flyte_ddp.core.training.training_state import TrainingState
 
 TRIED = 8  # test samples
@@ -26,10 +26,10 @@ UNDEFINED = (ArithmeticError, IndexError, RuntimeError, ValueError)
 
 
 def try_evaluation(state: TrainingState) -> str:
-    """Try a user-defined model or objective on up to 8 test samples, and on samples known to be not finite.
+    """Try a user-defined model or objective on up to 8 test samples, and on samples known to be non-finite.
 
-    With built-in model and objective, does nothing. Calls a copy of the model. The global random generators (CPU) are
-    restored.
+    Runs a copy of the model, and restores the global random generators (CPU). If model and objective are built in, does
+    nothing.
 
     Returns:
         A warning if the model cannot be copied or a language model's targets are shifted wrongly, else "".
@@ -54,7 +54,7 @@ def try_evaluation(state: TrainingState) -> str:
             with hide_process_group(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 try:
-                    measure_columns(state.objective, columns)
+                    compute_measures(state.objective, columns)
                 except UNDEFINED as error:
                     if isinstance(error, UserError):
                         raise
@@ -68,7 +68,7 @@ def try_evaluation(state: TrainingState) -> str:
 def try_samples(
     state: TrainingState, model: nn.Module, split_name: str, samples: Indices, epoch: int | None = None
 ) -> dict[str, Tensor]:
-    """Run ``model`` on samples of a split, and return the objective's columns, fp64 on the CPU.
+    """Run ``model`` on samples of a split, check the losses, and return the objective's columns (fp64, on the CPU).
 
     Args:
         model: The model, in the mode and with the gradients that the caller has set.
@@ -81,33 +81,34 @@ def try_samples(
     """
     inputs, targets, _ = getattr(state, split_name).load_batch(samples, epoch)
     outputs = state.predict(inputs, targets, len(samples), model)
-    found = compute_columns(state.objective, outputs, targets, len(samples))
+    found = compute_batch_columns(state.objective, outputs, targets, len(samples))
     columns = {name: column.double().cpu() for name, column in found.items()}
     if not bool(columns["loss"].isfinite().all()):
-        refuse_non_finite(state, inputs, targets, samples, split_name)
+        check_samples_finite(state, inputs, targets, samples, split_name)
     if state.plan.objective.is_user_defined:
-        refuse_table_of_losses(state.objective, outputs, targets)
+        check_losses_not_broadcast(state.objective, outputs, targets)
     return columns
 
 
-def refuse_non_finite_sample(state: TrainingState, split_name: str, losses: Tensor) -> None:
-    """Raise UserError if the first sample with a non-finite loss has a non-finite input. Loads this sample again.
+def check_first_sample_of_non_finite_loss(state: TrainingState, split_name: str, losses: Tensor) -> None:
+    """Load the first sample with a non-finite loss again, and raise UserError if its input is not finite.
 
-    ``losses`` [N] are of all samples, in the split's order. ``split_name`` is "training", "validation" or "test". If
-    the objective is user-defined, a non-finite target also raises the error.
+    If the objective is user-defined, a non-finite target also raises the error. ``losses`` [N] are of all samples, in
+    the split's order. ``split_name`` is "training", "validation" or "test".
     """
     split: Split = getattr(state, split_name)
     places = (~losses.isfinite()).nonzero()
     if len(places):
         samples = split.order.samples_at(slice(int(places[0, 0]), int(places[0, 0]) + 1))
         batch = split.load_batch(samples)
-        refuse_non_finite(state, batch.inputs, batch.targets, samples, split_name)
+        check_samples_finite(state, batch.inputs, batch.targets, samples, split_name)
 
 
-def refuse_table_of_losses(objective: Objective, outputs: Any, targets: Leaves) -> None:
-    """Raise UserError if a reduced loss compares each output with each target, for outputs [n, 1] and targets [n].
+def check_losses_not_broadcast(objective: Objective, outputs: Any, targets: Leaves) -> None:
+    """Raise UserError if the loss broadcasts outputs [n, 1] against targets [n], or [n] against [n, 1].
 
-    Also for outputs [n] and targets [n, 1]. Needs three samples or more. Calls the objective's losses up to four times.
+    Such a loss compares each output with each target. Needs at least three samples to find out. Calls the objective's
+    losses up to four times.
     """
     if objective.compares_samples or not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
         return
@@ -131,8 +132,8 @@ def refuse_table_of_losses(objective: Objective, outputs: Any, targets: Leaves) 
         )
 
 
-def refuse_non_finite(state: TrainingState, inputs: Leaves, targets: Leaves, samples: Indices, split: str) -> None:
-    """Raise UserError, which names the sample, if an input is not finite.
+def check_samples_finite(state: TrainingState, inputs: Leaves, targets: Leaves, samples: Indices, split: str) -> None:
+    """Raise UserError if an input is not finite. The error names the sample.
 
     If the objective is user-defined, a non-finite target also raises the error. Leaves without a row for each sample
     are not checked.
@@ -157,10 +158,10 @@ def refuse_non_finite(state: TrainingState, inputs: Leaves, targets: Leaves, sam
                 )
 
 
-def refuse_foreign_parameters(model: nn.Module, loss: Tensor) -> None:
+def check_loss_uses_model_parameters_only(model: nn.Module, loss: Tensor) -> None:
     """Raise UserError if the loss depends on a parameter outside the model, such as an objective's parameter.
 
-    ``loss`` must have its graph, so call this function before the backward pass.
+    Call this function before the backward pass, while ``loss`` has a graph.
     """
     known, waiting, seen = {*model.parameters()}, [loss.grad_fn], set()
     while waiting:
