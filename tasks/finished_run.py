@@ -33,7 +33,7 @@ def load_finished_run(run: str, data: FlyteDirectory) -> LoadedRun:
     description = download_from_folder(data, DESCRIPTION)
     assert description is not None
     finished.check_data(description)
-    folder = storage.local_path(run)
+    folder = storage.find_local_path(run)
     if folder is None:
         with paths.make_dated_folder("loaded") as folder:
             finished.download(folder)

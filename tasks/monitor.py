@@ -74,7 +74,7 @@ def fetch_samples(source: WindowSource) -> Path:
         UserError: Nothing exists at the remote address.
     """
     address = source.images or source.table
-    if (path := storage.local_path(address)) is not None:
+    if (path := storage.find_local_path(address)) is not None:
         return path
     try:
         return Path((FlyteDirectory if source.images else FlyteFile).from_source(address).download())

@@ -20,7 +20,7 @@ from flyte_ddp.pods import paths
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.retries import checkpoints_address, pod_run
 from flyte_ddp.run import run_part
-from flyte_ddp.storage import join
+from flyte_ddp.storage import join_address
 from flyte_ddp.sweep import halving
 from flyte_ddp.sweep.halving import TrialResult
 from flyte_ddp.sweep.space import Sweep, check_sweep
@@ -75,7 +75,7 @@ def run_rung(trial: TrialResult, data: FlyteDirectory) -> TrialResult:
 
     results = str(paths.resolve_folder("sweeps"))
     if is_in_pod():
-        results = join(checkpoints_address(PLATFORM.output_address()), "sweeps")
+        results = join_address(checkpoints_address(PLATFORM.output_address()), "sweeps")
     return halving.run_rung(trial, results, train)
 
 

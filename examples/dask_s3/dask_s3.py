@@ -31,7 +31,7 @@ from torchvision import models, transforms
 from flyte_ddp import batches, current_rank, run_ranks
 from flyte_ddp.core import results
 from flyte_ddp.engines import dask
-from flyte_ddp.storage import join, list_files, read_file
+from flyte_ddp.storage import join_address, list_files, read_file
 
 SUBMIT_EVERY = 10  # steps
 
@@ -46,7 +46,7 @@ class S3ImageFolder(Dataset[tuple[torch.Tensor, int]]):
 
     def __getitem__(self, idx: int) -> tuple[torch.Tensor, int]:
         name = self.names[idx]
-        image = Image.open(io.BytesIO(read_file(join(self.address, name)))).convert("RGB")
+        image = Image.open(io.BytesIO(read_file(join_address(self.address, name)))).convert("RGB")
         return self.transform(image), self.classes.index(name.split("/")[0])
 
     def __len__(self) -> int:

@@ -29,7 +29,7 @@ from flyte_ddp.datasets.on_demand_set import (
 )
 from flyte_ddp.datasets.sample_arrays import SampleArrays, arrays
 from flyte_ddp.datasets.table import Table, load_table
-from flyte_ddp.storage.identity import content_identity, digest_lines
+from flyte_ddp.storage.identity import digest_lines, hash_address_content
 
 SETS = ("training set", "test set")
 
@@ -50,7 +50,7 @@ class CustomSet:
             UserError: The module does not exist or has changed since this process imported the module. Also if
                 ``source`` cannot be read.
         """
-        identity = digest_lines([self.spec, user_source_digest(self.spec), source, content_identity(source)])
+        identity = digest_lines([self.spec, user_source_digest(self.spec), source, hash_address_content(source)])
         return f"{re.sub(r'[^A-Za-z0-9_.]', '-', self.spec)}-{identity[:16]}"
 
     def load(self, source: str, workspace: Path, progress: Progress) -> tuple[SampleArrays | OnDemandSet, str]:

@@ -75,7 +75,9 @@ class PublishedSet:
             UserError: All addresses failed, or have a file with another digest.
         """
         system = [self.system_folder] if self.system_folder and Path(self.system_folder).is_dir() else []
-        addresses = [storage.join(place, name) for place in ([source] if source else [*system, *self.addresses])]
+        addresses = [
+            storage.join_address(place, name) for place in ([source] if source else [*system, *self.addresses])
+        ]
         try:
             with (folder / name).open("wb") as file:
 
@@ -85,9 +87,9 @@ class PublishedSet:
                     file.flush()
                     if name in self.sha256 and (found := file_digest(folder / name)) != self.sha256[name]:
                         raise storage.AlteredError(f"sha256 {found} instead of {self.sha256[name]}")
-                    return storage.parent(address)
+                    return storage.parent_address(address)
 
-                return storage.retry(addresses, download_from, progress.print_note)
+                return storage.call_with_retries(addresses, download_from, progress.print_note)
         except storage.UnavailableError as failure:
             what = f"data_source={source!r}: cannot get {name}" if source else f"{self.name}: cannot get {name}"
             fix = "check the network, or set data_source to a directory or mirror with this file"

@@ -17,7 +17,7 @@ from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.files import file_digest, replace_file
 from flyte_ddp.core.models.parts import is_in_parts, make_unknown_part_error, split_part_names
 from flyte_ddp.core.progress import Progress
-from flyte_ddp.storage.identity import content_identity, digest_lines
+from flyte_ddp.storage.identity import digest_lines, hash_address_content
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -41,7 +41,7 @@ def identify_weights(init_from: str, weights: PretrainedWeights | None) -> str:
     if weights:
         return digest_lines([f"{catalog.TORCHVISION_ADDRESS}/{weights.file}"])
     local_weights_path(init_from)
-    return content_identity(init_from, "init_from")
+    return hash_address_content(init_from, "init_from")
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def fetch_weights(init_from: str, model: str, folder: Path, progress: Progress, 
     try:
         try:
             with replace_file(temporary, durable=False) as target:
-                storage.retry(init_from, partial(storage.download_file, file=target), progress.print_note)
+                storage.call_with_retries(init_from, partial(storage.download_file, file=target), progress.print_note)
         except storage.UnavailableError as error:
             what = f"init_from={init_from!r}: cannot be fetched: {error}; check the address"
             raise error.to_user_error(what) from None
@@ -93,11 +93,11 @@ def fetch_pretrained_weights(weights: PretrainedWeights, progress: Progress, *, 
     with suppress(OSError):
         if file_digest(path).startswith(weights.digest_start):
             return path
-    address = storage.join(mirror or catalog.TORCHVISION_ADDRESS, weights.file)
+    address = storage.join_address(mirror or catalog.TORCHVISION_ADDRESS, weights.file)
     try:
         with replace_file(path) as file:
             download = partial(storage.download_file, file=file, digests=[weights.digest_start], progress=progress)
-            storage.retry(address, download, progress.print_note)
+            storage.call_with_retries(address, download, progress.print_note)
     except storage.UnavailableError as error:
         raise error.to_user_error(
             f"init_from={init_from!r}: cannot get {address}: {error}; check the network, or set FLYTE_DDP_WEIGHTS to a "
@@ -127,7 +127,7 @@ def local_weights_path(init_from: str) -> Path | None:
 
     Raises UserError if the file does not exist or cannot be read.
     """
-    path = storage.local_path(init_from) if init_from else None
+    path = storage.find_local_path(init_from) if init_from else None
     try:
         if path is not None and not path.is_file():
             what = "is a folder" if path.is_dir() else "does not exist"

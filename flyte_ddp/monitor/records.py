@@ -40,7 +40,7 @@ class Records:
 
     def read_window(self, number: int) -> Window:
         """Return the window with a number and its last truth. Raises UserError if the file is damaged."""
-        address = storage.join(self.folder, self.files[number][-1])
+        address = storage.join_address(self.folder, self.files[number][-1])
         try:
             return Window.from_json(self.registry.read_file(address, storage.read_file) or b"")
         except DAMAGED:
@@ -65,7 +65,7 @@ class Records:
     def write_mark(self, number: int, window: Window) -> None:
         """Write a window's mark: a file whose name has the window's number, and digests of samples and author."""
         mark = (digest_samples(window), digest_author(window))
-        self.registry.create_file(storage.join(self.folder, f"samples/{number:08}-{'-'.join(mark)}"), b"\n")
+        self.registry.create_file(storage.join_address(self.folder, f"samples/{number:08}-{'-'.join(mark)}"), b"\n")
         self.marks.add((number, *mark))
 
     def find_same(self, window: Window, *, once: bool) -> Window | None:
@@ -148,7 +148,7 @@ def record_window(registry: Registry, entry: Entry, window: Window, *, once: boo
                 return same
             file = f"truth/{same.number:08}-{len(records.files[same.number]):04}.json"
         found = replace(found, alarm=is_alarm([*records.read_deciding(found), found]))
-        if registry.create_file(storage.join(records.folder, file), found.to_json(indent=1).encode() + b"\n"):
+        if registry.create_file(storage.join_address(records.folder, file), found.to_json(indent=1).encode() + b"\n"):
             if same is None:
                 records.write_mark(found.number, found)
             return found

@@ -101,7 +101,7 @@ class CheckpointStore:
             UnavailableError: The blob store rejected the request. MissingError is a subclass for a missing file.
         """
         try:
-            return storage.retry(address, action, lambda note: print(f"checkpoints: {note}", flush=True))
+            return storage.call_with_retries(address, action, lambda note: print(f"checkpoints: {note}", flush=True))
         except UnavailableError as error:
             if not error.transient:
                 raise

@@ -91,7 +91,7 @@ def read_run_file(run: str, name: str, read: Any) -> Any:
     Raises UserError if the file is missing or cannot be read. ``run`` is the address of the run's folder.
     """
     try:
-        return storage.retry(storage.join(run, name), read)
+        return storage.call_with_retries(storage.join_address(run, name), read)
     except storage.MissingError:
         fix = "give the folder of a finished run, which the training prints at its end"
         raise UserError(f"run={run!r}: has no {name}; {fix}") from None

@@ -101,7 +101,7 @@ def check_model_name(name: str) -> None:
 
 
 def check_registry_address(address: str) -> None:
-    if not address or storage.scheme(address) in ("http", "https"):
+    if not address or storage.parse_scheme(address) in ("http", "https"):
         raise UserError(f"registry {address!r}: must be a path, or an address of s3://, gs:// or az://")
 
 
@@ -124,9 +124,9 @@ def list_folder(folder: str, list_names: Callable[[str], list[Value]]) -> list[V
     If a bucket is missing, raises MissingError.
     """
     try:
-        return storage.retry(folder, list_names)
+        return storage.call_with_retries(folder, list_names)
     except storage.MissingError:
-        if storage.local_path(folder) is None:  # the bucket is missing: an empty prefix raises no error
+        if storage.find_local_path(folder) is None:  # the bucket is missing: an empty prefix raises no error
             raise
         return []
 
@@ -172,7 +172,7 @@ class Registry:
 
     def at(self, *parts: str) -> str:
         """Return the address of a file or folder of this model. ``parts`` are the names of the path."""
-        return storage.join(self.address, "/".join((self.name, *parts)))
+        return storage.join_address(self.address, "/".join((self.name, *parts)))
 
     def entry_address(self, number: int) -> str:
         return self.at("log", f"{number:08}.json")
@@ -191,7 +191,7 @@ class Registry:
         """
         with self.explain_failures("read"):
             try:
-                return storage.retry(address, read)
+                return storage.call_with_retries(address, read)
             except storage.MissingError:
                 return None
 
@@ -247,7 +247,7 @@ class Registry:
         """
         with self.explain_failures("written"):
             try:
-                storage.retry(address, lambda to: storage.create_file(to, content))
+                storage.call_with_retries(address, lambda to: storage.create_file(to, content))
             except storage.ExistsError:
                 # An earlier try may have written the file and lost the response. Rivals must write other contents.
                 return self.read_file(address, storage.hash_file) == content_digest(content)
@@ -258,7 +258,7 @@ class Registry:
 
         The test writes the file PROBE (``.creates-once``) beside the models. The file remains.
         """
-        probe = storage.join(self.address, PROBE)
+        probe = storage.join_address(self.address, PROBE)
         if all(self.create_file(probe, secrets.token_bytes(16)) for _ in range(2)):
             raise UserError(
                 f"registry {self.address!r}: the storage ignores If-None-Match, so two promotions at the same "
@@ -373,16 +373,17 @@ class Registry:
         """
         folder = self.at("judgements", test_digest)
         compared = {"challenger": challenger, "champion": champion, "rule": rule}
-        pair = storage.join(folder, f"pairs/{content_digest(json.dumps(compared).encode())}.json")
+        pair = storage.join_address(folder, f"pairs/{content_digest(json.dumps(compared).encode())}.json")
         if (content := self.read_file(pair, storage.read_file)) is not None:
             try:
                 return int(json.loads(content)["look"])
             except DAMAGED:
                 raise UserError(f"{pair}: is damaged; restore the file, or delete it and use another look") from None
-        number = 1 + len(self.list_files(storage.join(folder, "looks")))
+        number = 1 + len(self.list_files(storage.join_address(folder, "looks")))
         values = {**compared, "nonce": secrets.token_hex(16)}  # differs between judges
         while not self.create_file(
-            storage.join(folder, f"looks/{number:08}.json"), json.dumps({"look": number, **values}, indent=1).encode()
+            storage.join_address(folder, f"looks/{number:08}.json"),
+            json.dumps({"look": number, **values}, indent=1).encode(),
         ):
             number += 1
         # A process killed here loses the number, which makes later comparisons a bit stricter.
@@ -465,7 +466,7 @@ class Registry:
         """
         address, path = self.file_address(version, file), folder / file
         with self.explain_failures("read"), suppress(storage.MissingError), replace_file(path, durable=False) as target:
-            storage.retry(address, partial(storage.download_file, file=target))
+            storage.call_with_retries(address, partial(storage.download_file, file=target))
         if not path.exists() or file_digest(path) != version.files[file]:
             raise damaged_file_error(address)
         return path

@@ -18,7 +18,7 @@ def read_id_table(setting: str, column: str, address: str) -> list[tuple[int, st
     file cannot be read, is malformed, or lacks a column.
     """
     try:
-        content = storage.retry(address, storage.read_file)
+        content = storage.call_with_retries(address, storage.read_file)
     except storage.UnavailableError as failure:
         raise failure.to_user_error(f"{setting}={address!r}: cannot be read: {failure}; check the address") from None
     try:

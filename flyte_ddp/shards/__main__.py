@@ -25,7 +25,7 @@ def shards() -> None:
     """Make and verify data sets of shards (tar files and an index in wids' format)."""
 
 
-@shards.command()
+@shards.command("create")
 @click.argument("urls", nargs=-1, required=True)
 @click.option("--output", "-o", type=Path, default=Path("index.json"), help="The index to write.")
 @click.option("--name", default="", help="Name of the data set; by default the name of the output file.")
@@ -35,10 +35,13 @@ def shards() -> None:
     help="A file with a class name in each line; by default 0, 1, 2 ...",
 )
 @PROGRESS
-def create(urls: tuple[str, ...], output: Path, name: str, classes: TextIO | None, progress: str) -> None:
-    """Read shards (paths, s3://, gs://, az://, http://) and write an index and a .tables file.
+def write_index_of_shards(
+    urls: tuple[str, ...], output: Path, name: str, classes: TextIO | None, progress: str
+) -> None:
+    """Write an index of shards, and a .tables file beside the index.
 
-    In an address, {000..127} stands for a range of numbers.
+    Reads all shards completely (paths, s3://, gs://, az://, http://). In an address, {000..127} stands for a range of
+    numbers.
     """
     names = classes.read().rstrip("\n").splitlines() if classes else []
     if classes and not all(names or [""]):
@@ -47,27 +50,27 @@ def create(urls: tuple[str, ...], output: Path, name: str, classes: TextIO | Non
     click.echo(f"{output}: {format_counts(index)}, classes: {len(index.classes):,}")
 
 
-@shards.command()
+@shards.command("join")
 @click.argument("indexes", nargs=-1, required=True)
 @click.option("--output", "-o", type=Path, default=Path("joined.json"), help="The index to write.")
 @click.option(
     "--weight", "weights", type=float, multiple=True, help="Passes through each index in an epoch; default 1."
 )
 @click.option("--name", default="", help="Name of the joined data set; by default the name of the output file.")
-def join(indexes: tuple[str, ...], output: Path, weights: tuple[float, ...], name: str) -> None:
-    """Write one index that refers to several indexes.
+def write_joined_index(indexes: tuple[str, ...], output: Path, weights: tuple[float, ...], name: str) -> None:
+    """Write an index that refers to several indexes.
 
-    The weight of an index is its number of passes in an epoch.
+    The weight of an index is the number of passes through its samples in an epoch.
     """
     index = join_indexes(indexes, output, weights=weights, name=name)
     click.echo(f"{output}: {format_count(len(index.parts), 'data set')}, {format_counts(index)}")
 
 
-@shards.command()
+@shards.command("verify")
 @click.argument("index")
 @click.option("--decode", is_flag=True, help="Also decode all images, and count samples that training cannot read.")
 @PROGRESS
-def verify(index: str, decode: bool, progress: str) -> None:
+def print_differences_from_index(index: str, decode: bool, progress: str) -> None:
     """Read all shards of an index completely and print each difference from the index.
 
     If any shard differs, the exit status is 1.
@@ -80,7 +83,7 @@ def verify(index: str, decode: bool, progress: str) -> None:
     click.echo(f"{index}: all shards match the index")
 
 
-@shards.command()
+@shards.command("pack")
 @click.argument("source")
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--name", default="train", help="Name of the data set; the files' names begin with it.")
@@ -91,10 +94,10 @@ def verify(index: str, decode: bool, progress: str) -> None:
     "--split", type=click.Choice(["train", "test"]), default="train", help="Split to pack, of a named data set."
 )
 @PROGRESS
-def pack(
+def pack_source_into_shards(
     *, source: str, folder: Path, name: str, samples_per_shard: int, order: str, seed: int, split: str, progress: str
 ) -> None:
-    """Pack SOURCE into shards and an index in FOLDER.
+    """Pack SOURCE into shards, and write their index, in FOLDER.
 
     SOURCE is a folder or prefix of images with one folder for each class (class/name.jpg), as a path, s3://, gs:// or
     az://. SOURCE may also be the name of a data set: digits, or mnist, fashion_mnist or cifar10, which are downloaded.
@@ -107,9 +110,9 @@ def pack(
     click.echo(f"{folder / name}.json: {format_counts(index)}")
 
 
-@shards.command()
+@shards.command("plan")
 @click.argument("index", default="")
-@click.option("--shards", "number", default=0, help="Number of shards, if INDEX is not given.")
+@click.option("--shards", "num_shards", default=0, help="Number of shards, if INDEX is not given.")
 @click.option("--samples", default=0, help="Samples in each of these shards.")
 @click.option("--ranks", type=click.IntRange(1), default=1)
 @click.option("--workers", default=0, help="Loader processes of each rank.")
@@ -118,18 +121,18 @@ def pack(
 @click.option("--partial", is_flag=True, help="Keep batches that are not full.")
 @click.option("--repeat", default=1, help="Passes of each rank's loader.")
 @click.option("--dsrepeat", default=1, help="Passes of each worker over its shards.")
-def plan(index: str, number: int, samples: int, **options: Any) -> None:
-    """Print the number of batches that each rank would get if webdataset read the shards as a stream.
+def print_stream_plan(index: str, num_shards: int, samples: int, **options: Any) -> None:
+    """Print how many batches each rank would get if webdataset streamed the shards.
 
-    INDEX is the address of an index. Without INDEX, give --shards and --samples. The exit status is 1 if DDP would
-    hang, because ranks get different numbers of batches. It is also 1 if a worker has no samples or no rank gets a
-    batch.
+    INDEX is the address of an index. Without INDEX, give --shards and --samples. If ranks get different numbers of
+    batches, DDP would hang, and the exit status is 1. The exit status is also 1 if a worker has no samples or no rank
+    gets a batch.
     """
-    counts = read_index(index).counts if index else np.full(number, samples)
+    counts = read_index(index).counts if index else np.full(num_shards, samples)
     planned = StreamPlan(Loaders(**options), counts)
-    for line in planned.format_lines():
+    for line in planned.describe_in_lines():
         click.echo(line)
-    planned.refuse_inexact()
+    planned.check_exact()
 
 
 if __name__ == "__main__":

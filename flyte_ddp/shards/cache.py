@@ -41,26 +41,28 @@ class ShardCache:
     folder: Path  # created at first use
     limit: int | None = None  # maximum bytes of all files in the folder, or None for the disk's limit
 
-    def open_shard(self, shard: Shard) -> BinaryIO:
-        """Open a shard and return the file, which the caller must close. A remote shard is downloaded unless cached.
+    def open_or_download_shard(self, shard: Shard) -> BinaryIO:
+        """Return a shard as an open file, which the caller must close.
 
-        Downloads are tried up to 4 times, with pauses, and may evict other shards. While the file of a remote shard is
-        open, the shard cannot be evicted. If another process is downloading the same shard, waits without limit.
+        A remote shard that is not cached is downloaded, in up to 4 tries with pauses. The download may evict other
+        shards. While the file of a remote shard is open, the shard is not evicted. If another process is downloading
+        the shard, waits without limit.
 
         Raises:
             UserError: The shard is unreadable or differs from the index, or the cache folder cannot be written.
             CacheFullError: Shards in use leave no room.
         """
-        path = storage.local_path(shard.url)
+        path = storage.find_local_path(shard.url)
         if path is not None:
-            return self.open_local_shard(path, shard)
+            return self.open_checked_local_shard(path, shard)
         with explain_write_errors(self.folder, "set FLYTE_DDP_CACHE to another folder"):
-            return self.open_cached_shard(shard) or self.fetch_shard(shard)
+            return self.open_shard_if_cached(shard) or self.download_shard_into_cache(shard)
 
-    def open_local_shard(self, path: Path, shard: Shard) -> BinaryIO:
-        """Open a shard on this machine, after a check of size and digest. Each version of a file is hashed once.
+    def open_checked_local_shard(self, path: Path, shard: Shard) -> BinaryIO:
+        """Open a shard on this machine, after a check of size and digest.
 
-        A match is recorded in the cache folder. If another process is checking the shard, waits without limit.
+        The digest of each version of the file is checked once. A match is recorded in the cache folder. If another
+        process is checking the shard, waits without limit.
 
         Raises:
             UserError: The shard is unreadable, is no plain file, or differs from the index.
@@ -72,64 +74,71 @@ class ShardCache:
             if shard.size not in (-1, status.st_size):
                 problem = f"has {status.st_size:,} bytes, but the index lists {shard.size:,}"
                 raise UserError(f"shard {shard.url}: {problem}; copy it again, or rebuild the index")
-            self.verify_digest_once(path, status, shard)
+            self.check_local_digest_once(path, status, shard)
             return path.open("rb")
         except OSError as error:
-            raise unusable_shard_error(shard, error) from None
+            raise make_unusable_shard_error(shard, error) from None
 
-    def verify_digest_once(self, path: Path, status: os.stat_result, shard: Shard) -> None:
-        """Raise UserError if a local shard's digest differs from the index. A match is recorded and not checked again.
+    def check_local_digest_once(self, path: Path, status: os.stat_result, shard: Shard) -> None:
+        """Raise UserError if the file at ``path`` does not have the shard's digest in the index.
 
-        A shard without a digest in the index is accepted. ``status`` is that of the file at ``path``. If another
-        process is checking a shard with the same lock, waits without limit.
+        A match is recorded in the cache folder, so each version of the file is hashed once. A shard without a digest in
+        the index is accepted. If another process holds the lock of this shard, waits without limit. ``status`` is the
+        result of ``path.stat()``.
         """
         kind, wanted = shard.digest
         # ctime is included because copying tools restore mtime but cannot set ctime.
-        mark, version = (
+        record, version = (
             self.verification_file(path, wanted),
             f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}",
         )
-        if not wanted or is_verified(mark, version):
+        if not wanted or is_recorded_as_verified(record, version):
             return
         with ExitStack() as stack:
             with suppress(OSError):  # without a writable cache, each process verifies the shard each time
-                stack.enter_context(self.hold_lock(mark.name))
-            if not is_verified(mark, version):  # another process may have verified the shard while this one waited
+                stack.enter_context(self.hold_cache_lock(record.name))
+            if not is_recorded_as_verified(
+                record, version
+            ):  # another process may have verified the shard while this one waited
                 with path.open("rb") as file:
                     found = hash_file(file, kind)
                 if found != wanted:
                     problem = f"its {kind} is {found}, but the index lists {wanted}"
                     fix = "the shard is corrupt or does not match the index; copy it again, or rebuild the index"
                     raise UserError(f"shard {shard.url}: {problem}; {fix}")
-                record_verified(mark, version)
+                write_verified_version(record, version)
 
     def verification_file(self, path: Path, digest: str) -> Path:
         """Return the path of the file that records which version of a shard's file has the digest."""
-        return self.folder / "verified" / name_digest(f"{path}\n{digest}")
+        return self.folder / "verified" / hash_to_file_name(f"{path}\n{digest}")
 
-    def is_unaltered(self, path: Path, file: BinaryIO, shard: Shard) -> bool:
-        """Return whether a cached shard has the index's size and digest. Each version of the file is hashed once.
+    def verify_cached_shard(self, path: Path, file: BinaryIO, shard: Shard) -> bool:
+        """Return whether an open cached shard has the index's size and digest.
 
-        A match is recorded. The file's position must be 0, and is 0 afterwards.
+        A match is recorded in the cache folder, so each version of the file is hashed once. The file's position must be
+        0, and is 0 afterwards.
         """
         status, (kind, wanted) = os.fstat(file.fileno()), shard.digest
         if shard.size not in (-1, status.st_size):
             return False
-        mark, version = self.verification_file(path, wanted), cached_version(status)
-        if not wanted or is_verified(mark, version):
+        record, version = self.verification_file(path, wanted), describe_cached_version(status)
+        if not wanted or is_recorded_as_verified(record, version):
             return True
         found = hash_file(file, kind)
         file.seek(0)
         if found == wanted:
-            record_verified(mark, version)
+            write_verified_version(record, version)
         return found == wanted
 
-    def open_cached_shard(self, shard: Shard) -> BinaryIO | None:
-        """Open a cached shard with a shared lock and mark the shard as used. Closing the file releases the lock.
+    def open_shard_if_cached(self, shard: Shard) -> BinaryIO | None:
+        """Open a cached shard with a shared lock, which prevents eviction until the file is closed.
 
-        If the shard is missing or was altered, return None.
+        Sets the time of last use. Waits if another process is evicting the shard.
+
+        Returns:
+            The open file, or None if the shard is missing or was altered.
         """
-        path = self.shard_path(shard)
+        path = self.cached_path(shard)
         while True:
             try:
                 file = path.open("rb")
@@ -137,8 +146,8 @@ class ShardCache:
                 return None
             fcntl.flock(file, fcntl.LOCK_SH)
             is_there = os.fstat(file.fileno()).st_nlink > 0
-            if is_there and self.is_unaltered(path, file, shard):
-                mark_as_used(file.fileno())
+            if is_there and self.verify_cached_shard(path, file, shard):
+                set_access_time_to_now(file.fileno())
                 return file
             file.close()
             if is_there:  # else the file was evicted between open and flock, and may have been downloaded again
@@ -146,31 +155,31 @@ class ShardCache:
 
     def holds_shard(self, shard: Shard) -> bool:
         """Return whether the shard has a local address or is in the cache, without verification."""
-        return storage.local_path(shard.url) is not None or self.shard_path(shard).exists()
+        return storage.find_local_path(shard.url) is not None or self.cached_path(shard).exists()
 
     def describe_copy(self, shard: Shard) -> str:
         """Return in brackets where a remote shard is cached, for errors about content, or "" for a local shard."""
-        return "" if storage.local_path(shard.url) is not None else f" (cached in {self.shard_path(shard)})"
+        return "" if storage.find_local_path(shard.url) is not None else f" (cached in {self.cached_path(shard)})"
 
-    def shard_path(self, shard: Shard) -> Path:
+    def cached_path(self, shard: Shard) -> Path:
         identity = f"{shard.url}\n{shard.size}\n{shard.digest[1]}"
-        return self.folder / f"{name_digest(identity)}{WHOLE}"
+        return self.folder / f"{hash_to_file_name(identity)}{WHOLE}"
 
-    def fetch_shard(self, shard: Shard) -> BinaryIO:
-        """Download a remote shard, and return the file with a shared lock, which prevents eviction.
+    def download_shard_into_cache(self, shard: Shard) -> BinaryIO:
+        """Download a remote shard, and return the open file with a shared lock, which prevents eviction.
 
-        Another process may have downloaded the shard meanwhile, and then the cached shard is opened. An altered copy is
-        replaced, with a message on stderr. Waits without limit for another process that downloads the shard.
+        Waits without limit for another process that downloads the shard. If this process has downloaded the shard,
+        opens the cached shard instead. Replaces an altered copy, and prints a message to stderr.
 
         Raises:
             UserError: The shard cannot be downloaded, differs from the index, or is larger than the cache's limit.
             CacheFullError: Shards in use leave no room.
             OSError: The cache folder cannot be written.
         """
-        path = self.shard_path(shard)
+        path = self.cached_path(shard)
         part = path.with_suffix(PARTIAL)
-        with self.hold_lock(path.stem):
-            if file := self.open_cached_shard(shard):
+        with self.hold_cache_lock(path.stem):
+            if file := self.open_shard_if_cached(shard):
                 return file
             if path.exists():
                 print_to_stderr(f"shard {shard.url}: its cached copy {path} was altered; downloading it again")
@@ -178,26 +187,26 @@ class ShardCache:
             part.unlink(missing_ok=True)  # the remains of a killed download
             try:
                 with part.open("xb", buffering=0) as target:  # "x" follows no link
-                    storage.retry(shard.url, lambda _: self.download_once(shard, target))
+                    storage.call_with_retries(shard.url, lambda _: self.download_to_open_file(shard, target))
                     os.fsync(target.fileno())  # else a power cut could leave the final name without the content
             except storage.UnavailableError as failure:
-                raise unusable_shard_error(shard, failure) from None
+                raise make_unusable_shard_error(shard, failure) from None
             else:
                 file = part.open("rb")
                 fcntl.flock(file, fcntl.LOCK_SH)  # before the rename, so that nobody can evict the file
-                mark_as_used(file.fileno())
+                set_access_time_to_now(file.fileno())
                 if shard.digest[1]:
-                    record_verified(
-                        self.verification_file(path, shard.digest[1]), cached_version(os.fstat(file.fileno()))
+                    write_verified_version(
+                        self.verification_file(path, shard.digest[1]), describe_cached_version(os.fstat(file.fileno()))
                     )
-                with self.hold_lock("room"):  # a process that sums up file sizes must count this file once
+                with self.hold_cache_lock("room"):  # a process that sums up file sizes must count this file once
                     part.rename(path)
                 return file
             finally:
                 part.unlink(missing_ok=True)
 
-    def download_once(self, shard: Shard, target: io.FileIO) -> None:
-        """Download a shard into a file, from byte 0. May evict other shards.
+    def download_to_open_file(self, shard: Shard, target: io.FileIO) -> None:
+        """Download a shard, in one try, into an open file. Overwrites the file from byte 0 and may evict other shards.
 
         Raises:
             AlteredError: Size or digest differs from the index.
@@ -209,7 +218,7 @@ class ShardCache:
         kind, wanted = shard.digest
         digest = hashlib.new(kind, usedforsecurity=False)
         if shard.size >= 0:
-            self.reserve_space(target, shard.size)
+            self.evict_and_set_size(target, shard.size)
         with storage.open_file(shard.url) as file:
             expected = shard.size if shard.size >= 0 else file.size
             if file.size not in (None, expected):
@@ -220,16 +229,18 @@ class ShardCache:
                 if expected is not None and end > expected:
                     raise storage.AlteredError(f"more than {expected:,} bytes", transient=True)
                 if end > os.fstat(target.fileno()).st_size:
-                    self.reserve_space(target, expected or end)
-                self.write_chunk(target, chunk)
+                    self.evict_and_set_size(target, expected or end)
+                self.write_or_evict(target, chunk)
                 digest.update(chunk)
-        storage.check_length(target.tell(), expected, remote=True)
+        storage.check_received_length(target.tell(), expected, remote=True)
         if wanted and digest.hexdigest() != wanted:
             raise storage.AlteredError(f"{kind} {digest.hexdigest()} instead of {wanted}", transient=True)
         target.truncate()  # an earlier try may have written more
 
-    def write_chunk(self, file: io.FileIO, chunk: bytes) -> None:
-        """Write all bytes to a file. While the disk is full, evict unlocked shards, least recently used first.
+    def write_or_evict(self, file: io.FileIO, chunk: bytes) -> None:
+        """Write all bytes of ``chunk`` to a file. While the disk is full, evict unlocked shards.
+
+        The least recently used shard is evicted first.
 
         Raises:
             OSError: Writing failed, or the disk is full and no shard can be evicted.
@@ -241,13 +252,13 @@ class ShardCache:
             except OSError as error:
                 wholes = (path for _, _, path in self.list_files_oldest_first() if path.suffix == WHOLE)
                 # any() stops at the first eviction that frees space.
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not any(map(self.evict_file, wholes)):
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not any(map(self.evict_file_if_unlocked, wholes)):
                     raise
 
-    def reserve_space(self, file: io.FileIO, size: int) -> None:
-        """Evict unlocked shards until a file of ``size`` bytes fits into the cache's limit, then set the file's size.
+    def evict_and_set_size(self, file: io.FileIO, size: int) -> None:
+        """Evict unlocked shards until ``size`` bytes fit into the cache's limit, then set the file's size.
 
-        Also removes the partial files of killed downloads.
+        Also removes the partial files of killed downloads. Waits for other processes that hold the lock ``room``.
 
         Raises:
             UserError: The limit is less than ``size``.
@@ -256,14 +267,14 @@ class ShardCache:
         if self.limit is not None and size > self.limit:
             problem = f"its limit of {self.limit:,} bytes is below the {size:,} bytes of one shard"
             raise UserError(f"shard cache {self.folder}: {problem}; raise FLYTE_DDP_CACHE_BYTES")
-        with self.hold_lock("room"):
+        with self.hold_cache_lock("room"):
             self.remove_killed_downloads()
             if self.limit is not None:  # without a limit, listing tens of thousands of files is not needed
-                self.evict_for(size - os.fstat(file.fileno()).st_size, self.limit)
+                self.evict_oldest_shards(size - os.fstat(file.fileno()).st_size, self.limit)
             os.ftruncate(file.fileno(), size)
 
-    def evict_for(self, growth: int, limit: int) -> None:
-        """Evict unlocked shards, least recently used first, until ``growth`` bytes fit into ``limit``.
+    def evict_oldest_shards(self, growth: int, limit: int) -> None:
+        """Evict unlocked shards, least recently used first, until ``growth`` more bytes fit into ``limit``.
 
         The caller must hold the lock ``room``. Shards that were evicted before an error stay evicted.
 
@@ -274,20 +285,27 @@ class ShardCache:
         excess = sum(size for _, size, _ in files) + growth - limit
         for _, _, path in files:
             if path.suffix == WHOLE and excess > 0:
-                excess -= self.evict_file(path)
+                excess -= self.evict_file_if_unlocked(path)
         if excess > 0:
             problem = f"its limit of {limit:,} bytes is too low by {excess:,} for shards that are read at the same time"
             raise CacheFullError(f"shard cache {self.folder}: {problem}; raise FLYTE_DDP_CACHE_BYTES")
 
     def remove_killed_downloads(self) -> None:
-        """Remove partial files of unlocked shards. A download in progress holds the lock of the shard."""
+        """Remove the partial files of downloads that are not in progress.
+
+        A download in progress holds the lock of the shard, and its file is kept.
+        """
         for part in self.folder.glob(f"*{PARTIAL}"):
             if CACHED_NAME.fullmatch(part.name):
-                with suppress(BlockingIOError), self.hold_lock(part.stem, wait=False):
+                with suppress(BlockingIOError), self.hold_cache_lock(part.stem, wait=False):
                     part.unlink(missing_ok=True)
 
     def list_files_oldest_first(self) -> list[tuple[int, int, Path]]:
-        """Return time of last use (ns), size (bytes) and path of all cached shards and partial files, oldest first."""
+        """Return the cached shards and partial files, least recently used first.
+
+        Returns:
+            For each file: time of last use (ns), size (bytes) and path.
+        """
         files = []
         for path in self.folder.iterdir():
             if CACHED_NAME.fullmatch(path.name):
@@ -296,10 +314,11 @@ class ShardCache:
                     files.append((status.st_atime_ns, status.st_size, path))
         return sorted(files)
 
-    def evict_file(self, path: Path) -> int:
-        """Truncate and remove a cached shard, and return the number of freed bytes.
+    def evict_file_if_unlocked(self, path: Path) -> int:
+        """Truncate and remove a cached shard. If the shard is locked, gone or not writable, do nothing.
 
-        If the shard is locked, gone or not writable, return 0.
+        Returns:
+            The number of freed bytes.
         """
         with suppress(FileNotFoundError, PermissionError), path.open("r+b") as file, suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -310,26 +329,26 @@ class ShardCache:
                 return status.st_size
         return 0
 
-    def hold_lock(self, name: str, *, wait: bool = True) -> AbstractContextManager[BinaryIO]:
-        """Hold an exclusive lock during the block. Yields the open lock file.
+    def hold_cache_lock(self, name: str, *, wait: bool = True) -> AbstractContextManager[BinaryIO]:
+        """Hold an exclusive lock of the cache during the block, and yield the open lock file.
 
-        Several shards may share a lock, so never wait for a shard's lock while holding another shard's.
+        Shards may share a lock, so never wait for a shard's lock while holding another shard's lock.
 
         Args:
             name: The name of a shard in hex, or ``room`` for the lock of the list of files.
             wait: If True, waits without limit, and deadlocks if this thread already holds the lock. If False, raises
-                BlockingIOError, even if the lock is held for another shard.
+                BlockingIOError if the lock is held, even for another shard.
         """
         name = name if name == "room" else f"{int(name, 16) % LOCKS:04d}"
         return hold_lock(self.folder / "locks", name, wait=wait)
 
 
-def name_digest(identity: str) -> str:
+def hash_to_file_name(identity: str) -> str:
     return hashlib.sha256(identity.encode("utf-8", "surrogatepass")).hexdigest()[:40]
 
 
-def mark_as_used(file: int) -> None:
-    """Set the access time of an open file (a descriptor) to now. A failure, as in a read-only cache, is ignored."""
+def set_access_time_to_now(file: int) -> None:
+    """Set the access time of an open file (a descriptor) to now. Ignores failures, as in a read-only cache."""
     with suppress(OSError):  # the cache may be read-only
         # The kernel's clock for file times has steps of milliseconds, so the time is set here.
         os.utime(file, ns=(time.time_ns(), os.fstat(file).st_mtime_ns))
@@ -339,27 +358,32 @@ def hash_file(file: Any, kind: str) -> str:
     return hashlib.file_digest(file, partial(hashlib.new, kind, usedforsecurity=False)).hexdigest()
 
 
-def cached_version(status: os.stat_result) -> str:
-    # ctime is not included because mark_as_used() changes it.
+def describe_cached_version(status: os.stat_result) -> str:
+    # ctime is not included because set_access_time_to_now() changes it.
     return f"{status.st_size} {status.st_mtime_ns} {status.st_ino}"
 
 
-def is_verified(mark: Path, version: str) -> bool:
+def is_recorded_as_verified(record: Path, version: str) -> bool:
+    """Return whether the file ``record`` contains ``version``. If the file cannot be read, return False."""
     with suppress(OSError):
-        return mark.read_bytes() == version.encode()
+        return record.read_bytes() == version.encode()
     return False
 
 
-def record_verified(mark: Path, version: str) -> None:
+def write_verified_version(record: Path, version: str) -> None:
+    """Write ``version`` to the file ``record``, in a folder that is created.
+
+    Failures are ignored, as in a read-only cache.
+    """
     with suppress(OSError):  # the cache may be read-only
-        mark.parent.mkdir(exist_ok=True)
-        mark.write_text(version)
+        record.parent.mkdir(exist_ok=True)
+        record.write_text(version)
 
 
-def unusable_shard_error(shard: Shard, failure: Exception) -> UserError:
-    """Return the UserError about a shard that cannot be read or downloaded. ``failure`` is the cause.
+def make_unusable_shard_error(shard: Shard, failure: Exception) -> UserError:
+    """Return the UserError for a shard that could not be read or downloaded because of ``failure``.
 
-    If the failure is transient, the error is an UnreachableError.
+    If the failure is transient, the error is an UnreachableError, so that the run may be tried again.
     """
     reason = getattr(failure, "strerror", None) or str(failure)
     if isinstance(failure, storage.AlteredError):

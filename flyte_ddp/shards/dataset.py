@@ -16,10 +16,10 @@ from typing import Any, BinaryIO
 from flyte_ddp import storage
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.files import unlock_file
-from flyte_ddp.shards.cache import CacheFullError, ShardCache, mark_as_used, unusable_shard_error
+from flyte_ddp.shards.cache import CacheFullError, ShardCache, make_unusable_shard_error, set_access_time_to_now
 from flyte_ddp.shards.index import Shard, ShardIndex, read_index
 from flyte_ddp.shards.members import decode_sample
-from flyte_ddp.shards.tar import iterate_members, read_table_or_none, tabulate_members
+from flyte_ddp.shards.tar import group_members_into_samples, iterate_tar_members, read_stored_table_or_none
 
 MOST_OPEN = 32  # shards that one process keeps open, each with its table of samples
 FETCHED_AHEAD = 4  # number of shards that threads fetch ahead of reading, and at the same time
@@ -35,29 +35,29 @@ class OpenShard:
 
     def __init__(self, shard: Shard, cache: ShardCache) -> None:
         self.shard, self.cache = shard, cache
-        self.cached = storage.local_path(shard.url) is None
+        self.cached = storage.find_local_path(shard.url) is None
         self.users, self.marked = 0, time.monotonic()
         self.lock = threading.Lock()
         self.close: Callable[[], object] | None = None
 
     @contextmanager
-    def pin(self) -> Iterator[OpenShard]:
-        """Protect this shard from eviction during the block, and yield the shard, which is open.
+    def hold_open(self) -> Iterator[OpenShard]:
+        """Open the shard, and protect the shard from eviction during the block. Yields this object.
 
-        Downloads the shard if needed, in up to 4 tries. Waits up to 60 s for room in the cache. If another process is
-        downloading or checking the same shard, waits without limit. Meanwhile other threads that want this shard wait,
-        too. After the block the file stays open. If no other thread uses the shard, the shard may then be evicted.
+        Downloads the shard if needed, in up to 4 tries. Waits up to 60 s for room in the cache, and without limit for
+        another process that downloads or checks the shard. Other threads that use the shard wait, too. After the block,
+        the file stays open. If no other thread uses the shard, the shard may then be evicted.
 
         Raises:
             UserError: The shard is unreadable or differs from the index, or the cache folder cannot be written.
             CacheFullError: The cache was full for 60 s.
         """
         with self.lock:
-            if self.close is None or (self.cached and self.users == 0 and not self.lock_file()):
-                self.open_file()
+            if self.close is None or (self.cached and self.users == 0 and not self.lock_if_not_evicted()):
+                self.open_file_and_table()
             if self.cached and time.monotonic() > self.marked + MARKED_EVERY:
                 self.marked = time.monotonic()
-                mark_as_used(self.file)
+                set_access_time_to_now(self.file)
             self.users += 1
         try:
             yield self
@@ -67,10 +67,11 @@ class OpenShard:
                 if self.cached and self.users == 0:
                     unlock_file(self.file)
 
-    def lock_file(self) -> bool:
-        """Lock a cached file against eviction, without waiting, and return True. The file must be open.
+    def lock_if_not_evicted(self) -> bool:
+        """Lock the open file against eviction, without waiting.
 
-        If another process is evicting the file, or has evicted it, return False.
+        Returns:
+            True, or False if another process is evicting or has evicted the file.
         """
         try:
             fcntl.flock(self.file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -78,11 +79,12 @@ class OpenShard:
             return False
         return os.fstat(self.file).st_nlink > 0
 
-    def open_file(self) -> None:
-        """Open the shard's file and read its table. Sets ``file``, ``table`` and ``close``.
+    def open_file_and_table(self) -> None:
+        """Open the shard's file and read the table of its samples. Sets ``file``, ``table`` and ``close``.
 
-        Closes a file that is open. If the stored table is unusable, reads the whole shard to make a table. The new file
-        of a cached shard holds a shared lock.
+        Closes the file that was open before. Downloads the shard if needed, and waits up to 60 s for room in the cache.
+        If the stored table is unusable, makes a table from the whole shard. If the shard is cached, the new file holds
+        a shared lock.
 
         Raises:
             UserError: The shard is unreadable, or differs from the index in size, digest or number of samples.
@@ -92,13 +94,15 @@ class OpenShard:
         if self.close is not None:
             self.close()
             self.close = None
-        with self.open_within_limit() as file:
+        with self.open_when_cache_has_room() as file:
             try:
-                table = read_table_or_none(shard, os.fstat(file.fileno()).st_size)
+                table = read_stored_table_or_none(shard, os.fstat(file.fileno()).st_size)
                 if table is None:
-                    table = tabulate_members((member for member, _ in iterate_members(file, shard.url)), shard.url)
+                    table = group_members_into_samples(
+                        (member for member, _ in iterate_tar_members(file, shard.url)), shard.url
+                    )
             except OSError as error:
-                raise unusable_shard_error(shard, error) from None
+                raise make_unusable_shard_error(shard, error) from None
             if len(table) != shard.samples:
                 problem = f"has {len(table):,} samples, but the index lists {shard.samples:,}"
                 raise UserError(f"shard {shard.url}: {problem}; rebuild the index: python -m flyte_ddp.shards create")
@@ -106,8 +110,8 @@ class OpenShard:
             self.file = os.dup(file.fileno())  # a separate descriptor, because the block closes the file
             self.close = weakref.finalize(self, os.close, self.file)  # runs when no reader refers to this object
 
-    def open_within_limit(self) -> BinaryIO:
-        """Open the shard by :meth:`ShardCache.open_shard`. While the cache is full, retry for 60 s.
+    def open_when_cache_has_room(self) -> BinaryIO:
+        """Open the shard, and download it if needed. If the cache is full, wait up to 60 s for room.
 
         Raises:
             UserError: The shard is unreadable or differs from the index, or the cache folder cannot be written.
@@ -116,15 +120,15 @@ class OpenShard:
         deadline = time.monotonic() + WAIT_FOR_ROOM
         while True:
             try:
-                return self.cache.open_shard(self.shard)
+                return self.cache.open_or_download_shard(self.shard)
             except CacheFullError:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.05)
 
 
-def read_at(file: int, start: int, length: int) -> bytes:
-    """Read ``length`` bytes of a file (a descriptor) from byte ``start``, or fewer if the file ends before."""
+def read_byte_range(file: int, start: int, length: int) -> bytes:
+    """Return ``length`` bytes of an open file (a descriptor) from byte ``start``, or fewer at the end of the file."""
     content = piece = os.pread(file, length, start)
     while piece and len(content) < length:  # Linux reads at most 2 GB with one call
         piece = os.pread(file, length - len(content), start + len(content))
@@ -160,35 +164,41 @@ class ShardReader:
         return ShardReader, (self.index, self.cache, self.most_open, self.most_ahead)
 
     @property
-    def state(self) -> OpenShards:
-        """Return this process's open shards.
+    def process_shards(self) -> OpenShards:
+        """Return the shards that this process has open.
 
-        A forked child gets a new state without open shards, and with free locks.
+        A forked child gets a new, empty object with free locks.
         """
         if self.open_shards.process != os.getpid():
             self.open_shards = OpenShards()
         return self.open_shards
 
     def read_sample(self, sample: int, wanted: Container[str] | None = None) -> tuple[str, dict[str, bytes]]:
-        """Read a sample by number, and return key and contents by extension.
+        """Read a sample by number.
 
-        Downloads the shard if needed, and waits as :meth:`OpenShard.pin` does. ``wanted`` holds the lower-case
-        extensions to read, or is None for all. The extensions in the result are as in the shard.
+        Downloads the shard if needed, and waits as :meth:`OpenShard.hold_open` does.
+
+        Args:
+            sample: The number of the sample.
+            wanted: The extensions to read, in lower case. None reads all extensions.
+
+        Returns:
+            The sample's key, and a dict from extension (as in the shard) to content.
 
         Raises:
             UserError: The shard is unreadable, damaged, or differs from the index, or the cache folder cannot be
                 written.
             CacheFullError: The cache was full for 60 s.
         """
-        number, inside = self.index.locate(sample)
+        number, inside = self.index.locate_sample(sample)
         contents = {}
-        with self.open_shard(number) as opened:
-            for member in opened.table.sample_members(inside):
+        with self.hold_shard_open(number) as opened:
+            for member in opened.table.list_sample_members(inside):
                 if wanted is None or member.extension.lower() in wanted:  # wanted: in lower case; None: all
                     try:
-                        content = read_at(opened.file, member.offset, member.size)
+                        content = read_byte_range(opened.file, member.offset, member.size)
                     except OSError as error:
-                        raise unusable_shard_error(opened.shard, error) from None
+                        raise make_unusable_shard_error(opened.shard, error) from None
                     if len(content) != member.size:
                         problem = f"ends before the end of {member.key}{member.extension} (from byte {member.offset:,})"
                         raise UserError(f"shard {opened.shard.url}: {problem}; copy it again, or rebuild the index")
@@ -196,36 +206,36 @@ class ShardReader:
             return opened.table.keys[inside], contents
 
     @contextmanager
-    def open_shard(self, number: int) -> Iterator[OpenShard]:
-        """Yield the shard with this number, open and safe from eviction in the block.
+    def hold_shard_open(self, number: int) -> Iterator[OpenShard]:
+        """Yield the shard with this number, which stays open and is not evicted during the block.
 
-        Downloads the shard if needed, and waits as :meth:`OpenShard.pin` does. If more than ``most_open`` shards are
-        open, closes the least recently used shard. If the shard was to be fetched ahead, starts threads that fetch the
+        Downloads the shard if needed, and waits as :meth:`OpenShard.hold_open` does. If more than ``most_open`` shards
+        are open, closes the least recently used shard. If the shard was prefetched, starts threads that prefetch the
         next shards.
 
         Raises:
             UserError: The shard is unreadable or differs from the index, or the cache folder cannot be written.
             CacheFullError: The cache was full for 60 s.
         """
-        state = self.state
+        state = self.process_shards
         with state.lock:
             shard = state.shards.pop(number, None) or OpenShard(self.index.shards[number], self.cache)
             state.shards[number] = shard  # as the last one
             while len(state.shards) > self.most_open:
                 # weakref.finalize closes the file when its last reader drops the object.
                 del state.shards[next(iter(state.shards))]
-        with shard.pin():
+        with shard.hold_open():
             if number in state.ahead or number in state.wanted:
-                self.skip_read([number])
+                self.mark_read_and_prefetch_next([number])
             yield shard
 
-    def prefetch_shards(self, numbers: Iterable[int]) -> None:
-        """Start daemon threads that download shards in order, at most ``most_ahead`` shards before their use.
+    def prefetch_in_threads(self, numbers: Iterable[int]) -> None:
+        """Add shards to the queue of prefetched shards, and start daemon threads that download them in order.
 
-        The numbers follow those of earlier calls. Local and cached shards need no thread. Errors are dropped here,
-        because reading the shard raises them again.
+        At most ``most_ahead`` shards are downloaded before their use. Local and cached shards need no thread. Errors
+        are ignored, because reading the shard raises the error again.
         """
-        state = self.state
+        state = self.process_shards
         with state.lock:
             state.wanted |= {number: None for number in numbers if number not in state.ahead}
             while state.wanted and len(state.ahead) < self.most_ahead:
@@ -237,27 +247,29 @@ class ShardReader:
                 if not self.cache.holds_shard(self.index.shards[number]):
                     # A daemon thread, because a download can be killed at any time without harm.
                     name = f"prefetch {number}"
-                    threading.Thread(target=self.prefetch_shard, args=(state, number), name=name, daemon=True).start()
+                    threading.Thread(
+                        target=self.prefetch_in_this_thread, args=(state, number), name=name, daemon=True
+                    ).start()
 
-    def skip_read(self, numbers: Iterable[int]) -> None:
-        """Record that a process has read from these shards, and start threads that download the next shards."""
-        with self.state.lock:
+    def mark_read_and_prefetch_next(self, numbers: Iterable[int]) -> None:
+        """Remove shards that were read from the queue of prefetched shards, and start threads for the next shards."""
+        with self.process_shards.lock:
             for number in numbers:
-                self.state.ahead.discard(number)
-                self.state.wanted.pop(number, None)
-        self.prefetch_shards([])
+                self.process_shards.ahead.discard(number)
+                self.process_shards.wanted.pop(number, None)
+        self.prefetch_in_threads([])
 
-    def prefetch_shard(self, state: OpenShards, number: int) -> None:
-        with state.fetching, suppress(UserError), self.cache.open_shard(self.index.shards[number]) as file:
+    def prefetch_in_this_thread(self, state: OpenShards, number: int) -> None:
+        with state.fetching, suppress(UserError), self.cache.open_or_download_shard(self.index.shards[number]) as file:
             unlock_file(file.fileno())
 
     def close(self) -> None:
-        """Close all open shards.
+        """Close the files of all open shards.
 
-        A shard that a thread is reading is closed after that read. Later reads open shards again.
+        If a thread is reading a shard, the shard is closed after the read. A later read opens the shard again.
         """
-        with self.state.lock:
-            self.state.shards.clear()
+        with self.process_shards.lock:
+            self.process_shards.shards.clear()
 
 
 class ShardDataset:
@@ -293,7 +305,7 @@ class ShardDataset:
             raise IndexError(f"sample {number} of {len(self)}")
         number %= len(self)
         key, contents = self.reader.read_sample(number)
-        shard_number, inside = self.index.locate(number)
+        shard_number, inside = self.index.locate_sample(number)
         shard = self.index.shards[shard_number]
         sample: dict[str, Any] = {
             **contents,

@@ -44,14 +44,15 @@ class Shard(NamedTuple):
     md5: str = ""  # hex, or "" if unknown
     sha256: str = ""  # hex, or "" if unknown
     part: int = 0  # position in ShardIndex.parts
-    # Address of the file with the tables of samples, the table's first byte and length, and its table_digest.
+    # Address of the file with the tables of samples, the table's first byte and length, and its hash_table.
     table: tuple[str, int, int, str] | None = None
 
     @property
     def digest(self) -> tuple[str, str]:
-        """Return the kind and the value (hex) of the digest to compare: SHA-256 if known, else MD5.
+        """Return the digest that is compared: the SHA-256 if known, else the MD5.
 
-        The kind is "sha256" or "md5". If neither digest is known, the value is "".
+        Returns:
+            "sha256" or "md5", and the digest in hex ("" if neither is known).
         """
         return ("md5", self.md5) if self.md5 and not self.sha256 else ("sha256", self.sha256)
 
@@ -86,17 +87,17 @@ class ShardIndex:
         """Return whether each shard is on another machine, [shards]. Only addresses are examined, not files."""
         return np.array(["://" in shard.url and not shard.url.startswith("file:") for shard in self.shards])
 
-    def locate(self, sample: int) -> tuple[int, int]:
-        """Return the number of the shard that contains a sample, and the sample's number in that shard.
+    def locate_sample(self, sample: int) -> tuple[int, int]:
+        """Return the number of the shard that contains a sample, and the sample's position in the shard.
 
-        The sample must be in 0..len-1, which is not checked.
+        ``sample`` must be at least 0 and below the number of samples, which is not checked.
         """
         shard = int(np.searchsorted(self.ends, sample, side="right"))
         return shard, int(sample - (self.ends[shard] - self.counts[shard]))
 
     @cached_property
     def digest(self) -> str:
-        """Return a SHA-256 (hex) of classes, parts, and the samples, size and digest of each shard.
+        """Return a SHA-256 (hex) of the index: classes, parts, and each shard's samples, size and digest.
 
         If a shard's digest is unknown, the shard's address is hashed instead.
         """
@@ -107,7 +108,7 @@ class ShardIndex:
 
 @contextmanager
 def pause_garbage_collector() -> Iterator[None]:
-    """Turn Python's garbage collector off in the block, for all threads, and on again if it was on."""
+    """Turn Python's garbage collector off during the block, for all threads. Restores the former state."""
     enabled = gc.isenabled()
     gc.disable()  # the collector would scan a large index's 100,000 objects many times
     try:
@@ -118,7 +119,7 @@ def pause_garbage_collector() -> Iterator[None]:
 
 
 def read_index(address: str) -> ShardIndex:
-    """Read an index and the indexes that it refers to, and return all as a single index.
+    """Read an index with all indexes that it refers to, and return all shards as one index.
 
     Each index is tried up to 4 times, with pauses. Shards are not read.
 
@@ -126,56 +127,59 @@ def read_index(address: str) -> ShardIndex:
         UserError: An index cannot be read, is malformed, or names an address that is not allowed. Also if indexes have
             different classes.
     """
-    return build_index(address, load_index_json(address))
+    return parse_index(address, load_index_json(address))
 
 
 @pause_garbage_collector()
-def build_index(address: str, content: dict[str, Any]) -> ShardIndex:
-    """Build the index at ``address`` from its JSON, ``content``. Reads the indexes that it refers to.
+def parse_index(address: str, index_json: dict[str, Any]) -> ShardIndex:
+    """Make the index at ``address`` from its JSON. Also reads indexes that the JSON names, in up to 4 tries.
 
     Raises:
         UserError: An index cannot be read, is malformed, or names an address that is not allowed. Also if indexes have
             different classes.
     """
     try:
-        return build_checked_index(address, content)
+        return parse_index_fields(address, index_json)
     except UserError:
         raise
     except WRONG_TYPES as error:
-        raise malformed_index_error(address, f"a field is missing or has a wrong type ({error!r})") from None
+        raise make_malformed_index_error(address, f"a field is missing or has a wrong type ({error!r})") from None
 
 
-def build_checked_index(address: str, content: dict[str, Any]) -> ShardIndex:
-    """Build the index at ``address`` from its JSON, ``content``. Reads the indexes that it refers to.
-
-    A missing field, or a field of a wrong type, raises an exception of ``WRONG_TYPES``.
+def parse_index_fields(address: str, index_json: dict[str, Any]) -> ShardIndex:
+    """Make the index at ``address`` from its JSON. Also reads indexes that the JSON names, in up to 4 tries.
 
     Raises:
+        WRONG_TYPES: A field is missing or has a wrong type.
         UserError: An index cannot be read, has no shards, or has an unfit weight or address. Also if indexes have
             different classes.
     """
-    sources = [(address, content, content)] if content.get("shardlist") else []  # address, JSON, the part's entry
-    sources += [(*find_part_index(address, content, entry), entry) for entry in content.get("datasets") or []]
+    sources = (
+        [(address, index_json, index_json)] if index_json.get("shardlist") else []
+    )  # address, JSON, the part's entry
+    sources += [
+        (*load_part_index_json(address, index_json, entry), entry) for entry in index_json.get("datasets") or []
+    ]
     shards, parts = list[Shard](), list[Part]()
-    classes = {list_class_names(address, content): address}  # the address of the index with these classes
+    classes = {parse_class_names(address, index_json): address}  # the address of the index with these classes
     for where, listed, described in sources:
         name, weight = described.get("name") or listed.get("name") or "", described.get("weight", 1.0)
         if not isinstance(weight, (int, float)) or not 0 < weight <= 1e6:
             raise UserError(f"index {address}: weight={weight!r}: must be a number above 0 (passes in an epoch)")
         parts.append(Part(str(name), float(weight)))
-        shards.extend(list_shards(where, listed, len(parts) - 1))
-        classes.setdefault(list_class_names(where, listed), where)
+        shards.extend(parse_shards(where, listed, len(parts) - 1))
+        classes.setdefault(parse_class_names(where, listed), where)
     if not shards:
-        raise malformed_index_error(address, "has no shards")
+        raise make_malformed_index_error(address, "has no shards")
     classes.pop((), None)
     if len(classes) > 1:
         (first, one), (second, other), *_ = classes.items()
         problem = f"{other} has the classes {shorten_repr(list(second))}, but {one} has {shorten_repr(list(first))}"
         raise UserError(f"index {address}: {problem}; join only data sets with the same classes in the same order")
-    return ShardIndex(str(content.get("name") or ""), shards, tuple(parts), next(iter(classes), ()))
+    return ShardIndex(str(index_json.get("name") or ""), shards, tuple(parts), next(iter(classes), ()))
 
 
-def malformed_index_error(address: str, problem: str) -> UserError:
+def make_malformed_index_error(address: str, problem: str) -> UserError:
     fix = f"it must be an index in wids' format ({KIND}); make one with python -m flyte_ddp.shards create"
     return UserError(f"index {address}: {problem}; {fix}")
 
@@ -192,131 +196,144 @@ def load_index_json(address: str) -> dict[str, Any]:
         UserError: The index cannot be read, is not JSON, or is not in wids' format, version 1.
     """
     try:
-        content = parse_json(storage.retry(address, storage.read_file))
+        index_json = parse_json(storage.call_with_retries(address, storage.read_file))
     except storage.UnavailableError as failure:
-        where = "the address, and that the server is up" if storage.local_path(address) is None else "the path"
+        where = "the address, and that the server is up" if storage.find_local_path(address) is None else "the path"
         raise failure.to_user_error(f"index {address}: cannot be read ({failure}); check {where}") from None
     except MisreadError as error:
-        raise malformed_index_error(address, error.message) from None
+        raise make_malformed_index_error(address, error.message) from None
     except UserError:
         raise
     except (ValueError, RecursionError) as error:
-        raise malformed_index_error(address, f"is not JSON ({error})") from None
-    if not isinstance(content, dict) or not (content.get("shardlist") or content.get("datasets")):
-        raise malformed_index_error(address, "has neither shardlist nor datasets")
-    kind, version = content.get("__kind__", KIND), content.get("wids_version", 1)
+        raise make_malformed_index_error(address, f"is not JSON ({error})") from None
+    if not isinstance(index_json, dict) or not (index_json.get("shardlist") or index_json.get("datasets")):
+        raise make_malformed_index_error(address, "has neither shardlist nor datasets")
+    kind, version = index_json.get("__kind__", KIND), index_json.get("wids_version", 1)
     if (version, kind) != (1, KIND):
-        raise malformed_index_error(address, f"is of kind {kind!r}, version {version!r}")
-    return content
+        raise make_malformed_index_error(address, f"is of kind {kind!r}, version {version!r}")
+    return index_json
 
 
-def find_part_index(address: str, content: dict[str, Any], entry: Any) -> tuple[str, dict[str, Any]]:
-    """Return address and JSON of the index that lists a part's shards. Reads that index if it is another file.
+def load_part_index_json(address: str, index_json: dict[str, Any], entry: Any) -> tuple[str, dict[str, Any]]:
+    """Return address and JSON of the index that lists a part's shards. If the index is another file, read the file.
 
     Args:
         address: The address of the index with the part.
-        content: The JSON of this index.
+        index_json: The JSON of this index.
         entry: The entry of the part in ``datasets``.
 
     Raises:
         UserError: The other index cannot be read, is malformed or not allowed, or refers to further indexes.
     """
     if entry.get("source_url"):
-        where = resolve_address_in_index(address, base_address(address, content), entry["source_url"])
+        where = check_and_resolve_address(address, resolve_base_address(address, index_json), entry["source_url"])
         listed = load_index_json(where)
     else:
-        where, listed = address, {"base": content.get("base"), **entry}
+        where, listed = address, {"base": index_json.get("base"), **entry}
     if listed.get("datasets"):
         raise UserError(f"index {address}: refers to {where}, which refers to other indexes; list those indexes here")
     return where, listed
 
 
-def list_class_names(address: str, content: dict[str, Any]) -> tuple[str, ...]:
-    """Return the class names in an index's JSON, or () without class names. Raises TypeError if they are no list."""
-    classes = (content.get(EXTENSION) or {}).get("classes", [])
+def parse_class_names(address: str, index_json: dict[str, Any]) -> tuple[str, ...]:
+    """Return the class names in an index's JSON, or () if it has none.
+
+    Raises:
+        TypeError: The names are no list.
+        UserError: A name is not allowed, or two names are equal.
+    """
+    classes = (index_json.get(EXTENSION) or {}).get("classes", [])
     if not isinstance(classes, list):
         raise TypeError(f"classes is {shorten_repr(classes)}")
     return normalize_class_names(f"index {address}", classes)
 
 
-def base_address(address: str, content: Mapping[str, Any]) -> str:
-    folder = storage.parent(address)
-    return resolve_address_in_index(address, folder, content["base"]) if content.get("base") else folder
+def resolve_base_address(address: str, index_json: Mapping[str, Any]) -> str:
+    folder = storage.parent_address(address)
+    return check_and_resolve_address(address, folder, index_json["base"]) if index_json.get("base") else folder
 
 
-def resolve_address_in_index(index: str, base: str, named: Any) -> str:
-    """Return the absolute form of ``named``, an address in the index at ``index``.
+def check_and_resolve_address(index: str, base: str, entry_address: Any) -> str:
+    """Return the absolute form of an address in the index at ``index``.
 
-    Relative addresses start at ``base``.
+    A relative address starts at ``base``.
 
     Raises:
-        UserError: ``named`` is no address, or a remote index names a local file. Also if an index on a web server names
-            another server's address that FLYTE_DDP_ALLOWED_ADDRESSES does not allow.
+        UserError: ``entry_address`` is no address, or a remote index names a local file. Also if an index on a web
+            server names another server's address that FLYTE_DDP_ALLOWED_ADDRESSES does not allow.
     """
-    shown = shorten_repr(named)
-    if not isinstance(named, str) or not named or "\0" in named:
-        raise malformed_index_error(index, f"{shown} is not an address")
-    whole = storage.resolve(base, named)
+    shown = shorten_repr(entry_address)
+    if not isinstance(entry_address, str) or not entry_address or "\0" in entry_address:
+        raise make_malformed_index_error(index, f"{shown} is not an address")
+    whole = storage.resolve_address(base, entry_address)
     try:
-        is_local = storage.local_path(whole) is not None
+        is_local = storage.find_local_path(whole) is not None
     except UserError as error:
         raise UserError(f"index {index}: {error.message}") from None
-    if is_local and storage.local_path(index) is None:
+    if is_local and storage.find_local_path(index) is None:
         fix = "a remote index must not name local files; to allow it, copy the index to this machine"
         raise UserError(f"index {index}: names {shown}, a local file; {fix}")
-    if not is_local and storage.scheme(index) in ("http", "https") and not storage.may_be_named(whole, index):
-        fix = f"to allow it, set {ALLOWED}={storage.origin_of(whole)}, or copy the index to this machine"
-        raise UserError(f"index {index}: names {shown}, which is not on {storage.origin_of(index)}; {fix}")
+    if (
+        not is_local
+        and storage.parse_scheme(index) in ("http", "https")
+        and not storage.may_index_list_address(whole, index)
+    ):
+        fix = f"to allow it, set {ALLOWED}={storage.parse_origin(whole)}, or copy the index to this machine"
+        raise UserError(f"index {index}: names {shown}, which is not on {storage.parse_origin(index)}; {fix}")
     return whole
 
 
-def list_shards(address: str, content: Mapping[str, Any], part: int) -> Iterator[Shard]:
-    """Yield the shards in ``shardlist`` of an index. Errors are raised during the iteration.
+def parse_shards(address: str, index_json: Mapping[str, Any], part: int) -> Iterator[Shard]:
+    """Yield the shards that ``shardlist`` of an index lists.
 
     Args:
         address: The address of the index.
-        content: The JSON of the index.
+        index_json: The JSON of the index.
         part: The position of the shards' data set in ``ShardIndex.parts``.
 
     Raises:
-        UserError: A field of a shard is missing or has a wrong type, or an address is not allowed.
+        UserError: A field of a shard is missing or has a wrong type, or an address is not allowed. Raised during the
+            iteration.
     """
-    base = base_address(address, content)
-    folder = str(storage.local_path(base) or base.rstrip("/"))
-    tables = (content.get(EXTENSION) or {}).get("tables")
-    tables = resolve_address_in_index(address, storage.parent(address), tables) if tables else ""
-    for number, entry in enumerate(content.get("shardlist") or []):
+    base = resolve_base_address(address, index_json)
+    folder = str(storage.find_local_path(base) or base.rstrip("/"))
+    tables = (index_json.get(EXTENSION) or {}).get("tables")
+    tables = check_and_resolve_address(address, storage.parent_address(address), tables) if tables else ""
+    for number, entry in enumerate(index_json.get("shardlist") or []):
         try:
             url, table = entry["url"], entry.get("table") if tables else None
             yield Shard(
                 # A fast path: an index may have 100,000 shards, and most have plain names.
                 url=f"{folder}/{storage.encode_name(base, url)}"
                 if PLAIN_NAME.fullmatch(url)
-                else resolve_address_in_index(address, base, url),
-                samples=require_count(entry["nsamples"], MOST_SAMPLES),
-                size=require_count(entry.get("filesize", -1), least=-1),
+                else check_and_resolve_address(address, base, url),
+                samples=require_integer_within(entry["nsamples"], MOST_SAMPLES),
+                size=require_integer_within(entry.get("filesize", -1), least=-1),
                 md5=str(entry.get("md5sum") or "").lower(),
                 sha256=str(entry.get("sha256") or "").lower(),
                 part=part,
-                table=(tables, require_count(table[0]), require_count(table[1]), table[2]) if table else None,
+                table=(tables, require_integer_within(table[0]), require_integer_within(table[1]), table[2])
+                if table
+                else None,
             )
         except UserError:
             raise
         except WRONG_TYPES as error:
             problem = f"a field of shard {number} in its shardlist is missing or has a wrong type ({error!r})"
-            raise malformed_index_error(address, problem) from None
+            raise make_malformed_index_error(address, problem) from None
 
 
-def require_count(value: Any, most: int = MOST_BYTES, least: int = 0) -> int:
+def require_integer_within(value: Any, most: int = MOST_BYTES, least: int = 0) -> int:
+    """Return ``value``. Raise ValueError unless ``value`` is an int from ``least`` to ``most``."""
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{shorten_repr(value)}: must be {least:,} to {most:,}")
     return value
 
 
-def shard_entry(shard: Shard, folder: str) -> dict[str, Any]:
-    """Return a shard's entry, with digests and table, for an index in ``folder``.
+def make_shard_entry(shard: Shard, folder: str) -> dict[str, Any]:
+    """Return a shard's JSON entry, with digests and table, for an index in ``folder``.
 
-    Addresses below ``folder`` are written as relative addresses.
+    The entry has a relative address if the shard is below ``folder``.
     """
     url = shard.url.removeprefix(f"{folder.rstrip('/')}/")
     entry = {"url": url if PLAIN_NAME.fullmatch(url) else shard.url, "nsamples": shard.samples, "filesize": shard.size}

@@ -15,13 +15,18 @@ TRAINED_ON = (*(f".{kind}" for kind in IMAGES), LABEL)  # the extensions that tr
 MOST_NAMED = 6  # members of a sample that an error lists
 
 
-def find_image_and_label(sample: str, extensions: Iterable[str]) -> tuple[str, str]:
-    """Return the extensions of a sample's image and label, as written in ``extensions``. Ignores case, like webdataset.
+def choose_image_and_label(sample: str, extensions: Iterable[str]) -> tuple[str, str]:
+    """Return the extensions of a sample's image and label, spelled as in ``extensions``.
 
-    If a sample has several images, the first format of ``TRAINED_ON`` is chosen.
+    Upper and lower case are equal, as in webdataset. If a sample has several images, the first format of ``TRAINED_ON``
+    is chosen.
+
+    Args:
+        sample: The name of the sample, with which an error's text begins.
+        extensions: The extensions of the sample's members.
 
     Raises:
-        UserError: The sample has no image or no label. The text begins with ``sample``.
+        UserError: The sample has no image or no label.
     """
     found = {extension.lower(): extension for extension in extensions}
     image = next((found[kind] for kind in TRAINED_ON if kind in found and kind != LABEL), None)
@@ -34,15 +39,23 @@ def find_image_and_label(sample: str, extensions: Iterable[str]) -> tuple[str, s
 
 
 def parse_class_number(sample: str, content: bytes) -> int:
-    """Return the number in a ``.cls`` member. Raises UserError that begins with ``sample`` if it is no whole number."""
+    """Return the class number in the content of a ``.cls`` file. ``sample`` names the sample in errors.
+
+    Raises:
+        UserError: The content is no whole number.
+    """
     try:
         return int(content)
     except ValueError:
         raise UserError(f"{sample}: its .cls is {content[:20]!r}; must be a class number") from None
 
 
-def open_image(content: bytes) -> Any:
-    """Return a PIL image that is decoded at first use. Raises ValueError if the format is unknown."""
+def open_image_lazily(content: bytes) -> Any:
+    """Return a PIL image whose pixels are decoded at the first use.
+
+    Raises:
+        ValueError: The format is unknown.
+    """
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -52,7 +65,7 @@ def open_image(content: bytes) -> Any:
 
 
 DECODERS: dict[str, Callable[[bytes], Any]] = {
-    **dict.fromkeys(IMAGES, open_image),
+    **dict.fromkeys(IMAGES, open_image_lazily),
     **dict.fromkeys(("cls", "cls2"), int),
     **dict.fromkeys(("txt", "text"), bytes.decode),
     "json": json.loads,
@@ -62,11 +75,11 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
 
 
 def decode_sample(sample: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a sample with members decoded by extension. Other members are returned unchanged.
+    """Return a copy of a sample, with each member decoded by its extension.
 
     Images become PIL images, ``.cls`` and ``.cls2`` int, ``.txt`` and ``.text`` str, ``.json`` Python values, and
-    ``.npy`` arrays. A truncated image raises Pillow's OSError at its first use. The sample must also have the keys
-    ``__key__`` and ``__shard__``, which errors name.
+    ``.npy`` arrays. Other members are not changed. A truncated image raises Pillow's OSError at its first use. The
+    sample must have the keys ``__key__`` and ``__shard__``, which errors name.
 
     Raises:
         UserError: A member cannot be decoded.
@@ -75,10 +88,12 @@ def decode_sample(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def decode_member(sample: Mapping[str, Any], name: str, content: Any) -> Any:
-    """Return one decoded value of a sample, or ``content`` if no decoder exists for ``name``, for example ".jpg".
+    """Return the decoded ``content`` of a sample's member ``name``, for example ".jpg".
+
+    If no decoder exists for the extension, return ``content``. Errors name ``sample``.
 
     Raises:
-        UserError: The value cannot be decoded.
+        UserError: The content cannot be decoded.
     """
     decoder = DECODERS.get(name.rpartition(".")[2].lower()) if name.startswith(".") else None
     if decoder is None:

@@ -15,7 +15,7 @@ from flyte_ddp.core.order import sampling
 from flyte_ddp.core.progress import Progress
 from flyte_ddp.core.samples.class_names import normalize_class_names
 from flyte_ddp.shards.index import ShardIndex
-from flyte_ddp.shards.scanning import create_index, resolve_index_output, tables_path
+from flyte_ddp.shards.scanning import check_index_output, create_index, tables_path
 
 AHEAD = 32  # threads that read samples
 
@@ -33,10 +33,10 @@ def pack_samples(
     seed: int | None = 0,
     progress: str = "auto",
 ) -> ShardIndex:
-    """Pack samples into shards (tar files) with an index ``<name>.json``, and return the index.
+    """Pack samples into shards (tar files), write their index ``<name>.json``, and return the index.
 
-    ``make_sample`` is called in up to 32 threads, and exceptions pass through. The samples of one shard are held in
-    memory. The same samples give the same bytes. For the index, all shards are read again. After a failure, no files
+    ``make_sample`` is called in up to 32 threads, and its exceptions pass through. The samples of one shard are held in
+    memory. The same samples give the same bytes. For the index, all shards are read again. After an error, no files
     remain, but threads may still run.
 
     Args:
@@ -67,7 +67,7 @@ def pack_samples(
     starts = range(0, count, samples_per_shard)
     digits = max(6, len(str(len(starts) - 1)))  # the same number for all shards, so that names sort by number
     paths = [folder / f"{name}-{number:0{digits}d}.tar" for number in range(len(starts))]
-    index = resolve_index_output(folder / f"{name}.json")
+    index = check_index_output(folder / f"{name}.json")
     for path in (index, tables_path(index), *paths):
         if path.exists():
             raise UserError(f"{path}: already exists; remove the packed files, or choose another folder or name")
@@ -91,7 +91,7 @@ def pack_samples(
 
 
 def write_shard(path: Path, samples: Iterable[tuple[str, Members]], advance: Callable[[int], object]) -> None:
-    """Write samples (key and members) to a tar file, which replaces ``path`` when complete.
+    """Write samples (key and members) to a tar file at ``path``, which appears or is replaced when complete.
 
     ``advance(1)`` is called after each sample.
 

@@ -21,20 +21,20 @@ from flyte_ddp.core.progress import Progress
 from flyte_ddp.core.samples.class_names import normalize_class_names
 from flyte_ddp.core.samples.pictures import convert_to_opaque_8_bit
 from flyte_ddp.core.text.formatting import format_count
-from flyte_ddp.shards.cache import unusable_shard_error
+from flyte_ddp.shards.cache import make_unusable_shard_error
 from flyte_ddp.shards.index import (
     EXTENSION,
     KIND,
     Part,
     Shard,
     ShardIndex,
-    build_index,
     load_index_json,
+    make_shard_entry,
+    parse_index,
     read_index,
-    shard_entry,
 )
-from flyte_ddp.shards.members import LABEL, find_image_and_label, open_image, parse_class_number
-from flyte_ddp.shards.tar import Member, SampleTable, iterate_members, table_digest, tabulate_members
+from flyte_ddp.shards.members import LABEL, choose_image_and_label, open_image_lazily, parse_class_number
+from flyte_ddp.shards.tar import Member, SampleTable, group_members_into_samples, hash_table, iterate_tar_members
 
 THREADS = 8  # shards that are read at the same time
 MOST_LABEL_BYTES = 1 << 10  # a header may claim any size
@@ -70,7 +70,7 @@ class HashedStream:
         return False
 
     def read(self, length: int) -> bytes:
-        """Return the next ``length`` bytes, or fewer at the end of the file."""
+        """Return the next ``length`` bytes, or fewer at the end of the file. Adds the bytes read to the digests."""
         while len(self.rest) < length and (chunk := next(self.chunks, None)) is not None:
             self.md5.update(chunk)
             self.sha256.update(chunk)
@@ -81,8 +81,8 @@ class HashedStream:
         return piece
 
 
-def is_label(member: Member, shard: str) -> bool:
-    """Return whether a member is a label. ``shard`` names the shard in errors.
+def is_label_member(member: Member, shard: str) -> bool:
+    """Return whether a member is a label (``.cls``). ``shard`` names the shard in errors.
 
     Raises:
         UserError: The label has more than 1,024 bytes.
@@ -95,56 +95,62 @@ def is_label(member: Member, shard: str) -> bool:
     return True
 
 
-def scan_shard(url: str, stopped: threading.Event, *, decode: bool = False) -> ScannedShard:
-    """Read a whole shard, in up to 4 tries with pauses, and return its digests and table.
+def hash_and_tabulate_shard(url: str, stopped: threading.Event, *, decode: bool = False) -> ScannedShard:
+    """Read a whole shard, and return its digests and the table of its samples. Tries up to 4 times.
 
-    If ``stopped`` is set, the shard seems to end early, which ends the call with an error. If ``decode`` is True,
-    images are also decoded, and the result lists images that cannot be decoded.
+    Args:
+        url: The address of the shard.
+        stopped: If set, reading stops, and the call ends with an error.
+        decode: If True, images are decoded, and the result lists images that cannot be decoded.
 
     Raises:
         UserError: The shard is unreadable or malformed, or a label is no class number.
     """
 
     def is_wanted(member: Member) -> bool:
-        return is_label(member, url) or (decode and member.extension.rpartition(".")[2].lower() in IMAGES)
+        return is_label_member(member, url) or (decode and member.extension.rpartition(".")[2].lower() in IMAGES)
 
-    def scan_once(address: str) -> ScannedShard:
-        """Read the shard once. Raises UnavailableError if the shard is unreadable or cut short."""
+    def hash_and_tabulate_once(address: str) -> ScannedShard:
+        """Read the shard in one try.
+
+        Raises:
+            UnavailableError: The shard is unreadable or cut short.
+        """
         found, damaged, labels = list[Member](), list[str](), 0
         with storage.open_file(address) as file:
             # Once ``stopped`` is set, the shard seems to be cut short.
             stream = HashedStream(itertools.takewhile(lambda _: not stopped.is_set(), file.chunks))
-            for member, content in iterate_members(stream, url, is_wanted):
+            for member, content in iterate_tar_members(stream, url, is_wanted):
                 found.append(member)
                 if content is None:
                     continue
                 sample = f"sample {member.key!r} in {url}"
-                if is_label(member, url):
+                if is_label_member(member, url):
                     label = parse_class_number(sample, content)
                     if label < 0:
                         raise UserError(f"{sample}: label {label}; must be at least 0")
                     labels = max(labels, label + 1)
-                elif problem := find_decoding_problem(content):
+                elif problem := describe_decoding_problem(content):
                     damaged.append(f"{sample}: {member.extension} cannot be decoded ({problem}); pack it again")
-        storage.check_length(stream.count, file.size, remote=storage.local_path(address) is None)
-        table = tabulate_members(found, url)
+        storage.check_received_length(stream.count, file.size, remote=storage.find_local_path(address) is None)
+        table = group_members_into_samples(found, url)
         shard = Shard(url, len(table), stream.count, stream.md5.hexdigest(), stream.sha256.hexdigest())
         return ScannedShard(shard, table, labels, damaged)
 
     try:
-        return storage.retry(url, scan_once)
+        return storage.call_with_retries(url, hash_and_tabulate_once)
     except storage.UnavailableError as failure:
         raise failure.to_user_error(f"shard {url}: cannot be read ({failure}); check the address") from None
 
 
 @contextmanager
-def scan_in_threads(
+def map_in_stoppable_threads(
     scan: Callable[[Item, threading.Event], Result], items: Sequence[Item]
 ) -> Iterator[Iterator[Result]]:
     """Yield an iterator over ``scan(item, stopped)`` of all items in order, computed by 8 threads.
 
-    The iterator raises errors of ``scan``. At the end of the block, ``stopped`` is set. Running calls must end soon
-    after, because the block does not wait for them.
+    The iterator raises errors of ``scan``. The end of the block sets ``stopped``, and does not wait for running calls.
+    ``scan`` must return soon after ``stopped`` is set.
     """
     stopped = threading.Event()
     try:
@@ -155,24 +161,24 @@ def scan_in_threads(
 
 
 def describe_unfit_samples(table: SampleTable, url: str) -> list[str]:
-    """Return a sentence about each sample of a shard that has no image or no label."""
+    """Return a sentence about each sample of a shard without an image or a label. ``url`` is named in the sentences."""
     unfit = []
     for number, key in enumerate(table.keys):
         try:
-            extensions = (member.extension for member in table.sample_members(number))
-            find_image_and_label(f"sample {key!r} in shard {url}", extensions)
+            extensions = (member.extension for member in table.list_sample_members(number))
+            choose_image_and_label(f"sample {key!r} in shard {url}", extensions)
         except UserError as error:
             unfit.append(error.message)
     return unfit
 
 
-def find_decoding_problem(content: bytes) -> str:
-    """Return why Pillow cannot decode an image, or "" if it can.
+def describe_decoding_problem(content: bytes) -> str:
+    """Return why Pillow cannot decode the bytes of an image, or "" if Pillow can.
 
-    An image that Pillow rejects may be readable by torchcodec.
+    Some images that Pillow rejects can be decoded by torchcodec.
     """
     try:
-        image = open_image(content)
+        image = open_image_lazily(content)
         image.load()
         convert_to_opaque_8_bit(image)
     except Exception as error:  # Pillow raises many kinds of errors
@@ -180,8 +186,8 @@ def find_decoding_problem(content: bytes) -> str:
     return ""
 
 
-def expand_ranges(url: str) -> list[str]:
-    """Return the addresses that ranges such as ``{000..127}`` in ``url`` stand for.
+def expand_address_ranges(url: str) -> list[str]:
+    """Return the addresses for which ranges such as ``{000..127}`` in ``url`` stand.
 
     A range that counts down gives no address.
 
@@ -197,7 +203,7 @@ def expand_ranges(url: str) -> list[str]:
         return [url]
     start, end = match.span()
     numbers = (f"{number:0{len(match[1])}d}" for number in range(int(match[1]), int(match[2]) + 1))
-    return [whole for number in numbers for whole in expand_ranges(f"{url[:start]}{number}{url[end:]}")]
+    return [whole for number in numbers for whole in expand_address_ranges(f"{url[:start]}{number}{url[end:]}")]
 
 
 def create_index(
@@ -209,10 +215,10 @@ def create_index(
     ranges: bool = True,
     progress: str = "auto",
 ) -> ShardIndex:
-    """Read whole shards in 8 threads, write an index and tables of samples, and return the index.
+    """Write an index of shards, and a file with the tables of their samples, and return the index.
 
-    The tables are written beside the index, to a file with the suffix ``.tables``. Older files are replaced. Each shard
-    is tried up to 4 times.
+    All shards are read completely in 8 threads, in up to 4 tries each. The tables are written beside the index, to a
+    file with the suffix ``.tables``. Existing files are replaced.
 
     Args:
         urls: Addresses of the shards, in the order of the index.
@@ -227,9 +233,9 @@ def create_index(
             range, class names are equal, or ``output`` is unfit or cannot be written.
     """
     classes = normalize_class_names("classes", classes)
-    expanded = [whole for url in urls for whole in (expand_ranges(url) if ranges else [url])]
-    shards = [str(storage.local_path(whole) or whole) for whole in expanded]
-    output = resolve_index_output(output, shards)
+    expanded = [whole for url in urls for whole in (expand_address_ranges(url) if ranges else [url])]
+    shards = [str(storage.find_local_path(whole) or whole) for whole in expanded]
+    output = check_index_output(output, shards)
     if not shards:
         raise UserError("no shards: give at least one tar file")
     if len(set(shards)) < len(shards):
@@ -238,14 +244,14 @@ def create_index(
     tables = tables_path(output)
     start, listed, labels = 0, list[Shard](), 0
     with (
-        scan_in_threads(scan_shard, shards) as scanned,
+        map_in_stoppable_threads(hash_and_tabulate_shard, shards) as scanned,
         Progress(progress).track("reading", len(shards), "shards") as advance,
         replace_file(tables) as file,
     ):
         for found in scanned:
-            content = found.table.to_bytes()
+            content = found.table.to_npz_bytes()
             file.write(content)
-            listed.append(found.shard._replace(table=(str(tables), start, len(content), table_digest(content))))
+            listed.append(found.shard._replace(table=(str(tables), start, len(content), hash_table(content))))
             start += len(content)
             labels = max(labels, found.labels)
             advance(1)
@@ -257,13 +263,13 @@ def create_index(
             raise UserError(f"shard {shards[0]}: has no samples, and no other shard has any; check the addresses")
     names = tuple(classes) or tuple(str(label) for label in range(labels))
     index = ShardIndex(name or output.stem, listed, (Part(name or output.stem),), names)
-    entries = [shard_entry(shard, str(output.parent)) for shard in listed]
+    entries = [make_shard_entry(shard, str(output.parent)) for shard in listed]
     own = {"classes": names, "tables": tables.name}
-    write_index(output, {"name": index.name, EXTENSION: own, "shardlist": entries})
+    write_index_file(output, {"name": index.name, EXTENSION: own, "shardlist": entries})
     return index
 
 
-def write_index(output: Path, content: dict[str, Any]) -> None:
+def write_index_file(output: Path, content: dict[str, Any]) -> None:
     with replace_file(output) as file:
         file.write(f"{json.dumps({'__kind__': KIND, 'wids_version': 1, **content})}\n".encode())
 
@@ -283,8 +289,8 @@ def join_indexes(
         UserError: An index is unreadable or given twice, or fewer than two are given. Also if weights are unfit,
             classes differ, or ``output`` is unfit or cannot be written.
     """
-    addresses = [str(storage.local_path(address) or address) for address in addresses]
-    output = resolve_index_output(output, addresses)
+    addresses = [str(storage.find_local_path(address) or address) for address in addresses]
+    output = check_index_output(output, addresses)
     if len(set(addresses)) < max(2, len(addresses)):
         raise UserError(f"indexes {', '.join(addresses) or 'none'}: must be two or more, each given once")
     if len(weights) not in (0, len(addresses)):
@@ -294,10 +300,10 @@ def join_indexes(
         for address, weight in zip(addresses, weights or [1.0] * len(addresses), strict=True)
     ]
     content: dict[str, Any] = {"name": name or output.stem, "datasets": references}
-    index = build_index(str(output), content)
+    index = parse_index(str(output), content)
     for reference, part in zip(references, index.parts, strict=True):
         reference["name"] = part.name
-    write_index(output, {**content, EXTENSION: {"classes": index.classes}})
+    write_index_file(output, {**content, EXTENSION: {"classes": index.classes}})
     return index
 
 
@@ -305,19 +311,23 @@ def tables_path(index: Path) -> Path:
     return index.with_name(f"{index.name}.tables")
 
 
-def resolve_index_output(path: Path, inputs: Iterable[str] = ()) -> Path:
-    """Return the absolute path of an index to write.
+def check_index_output(path: Path, inputs: Iterable[str] = ()) -> Path:
+    """Return the absolute path of an index that will be written.
+
+    Args:
+        path: The path of the index.
+        inputs: Addresses that will be read, and must not be overwritten.
 
     Raises:
-        UserError: The path is remote, exists and is no index, or is among the ``inputs``. Also if the tables beside the
-            index would replace an input.
+        UserError: The path is remote, is an existing file that is no index, or is among the ``inputs``. Also if the
+            tables beside the index would replace an input.
     """
     if ADDRESS.match(str(path)):
         raise UserError(f"{path}: cannot be written to; choose a local path, and copy the index there afterwards")
     output = path.absolute()
     outputs = {output.resolve(), tables_path(output).resolve()}
     for address in inputs:
-        found = storage.local_path(address)
+        found = storage.find_local_path(address)
         if found is not None and found.resolve() in outputs:
             raise UserError(f"{output}: would overwrite {found}, an input; choose another name")
     if output.is_file() or output.is_dir():
@@ -329,38 +339,38 @@ def resolve_index_output(path: Path, inputs: Iterable[str] = ()) -> Path:
 
 
 def verify_index(address: str, *, decode: bool = False, progress: str = "auto") -> list[str]:
-    """Read all shards in 8 threads and return a sentence about each difference from the index.
+    """Read all shards of an index in 8 threads, and return a sentence about each difference from the index.
 
-    Shards that cannot be read are differences, too. If ``decode`` is True, images are also decoded, and samples that
-    training cannot use are counted.
+    A shard that cannot be read is a difference, too. If ``decode`` is True, images are also decoded, and samples that
+    training cannot use are counted. Progress is printed to stderr.
 
     Raises:
         UserError: The index cannot be read, or is malformed.
     """
     index = read_index(address)
-    verify = partial(verify_shard, classes=len(index.classes), decode=decode)
+    verify = partial(list_shard_differences, classes=len(index.classes), decode=decode)
     track = Progress(progress).track("checking", len(index.shards), "shards")
     problems = list[str]()
-    with scan_in_threads(verify, index.shards) as verified, track as advance:
+    with map_in_stoppable_threads(verify, index.shards) as verified, track as advance:
         for found in verified:
             problems += found
             advance(1)
     return problems
 
 
-def verify_shard(shard: Shard, stopped: threading.Event, *, classes: int, decode: bool) -> list[str]:
-    """Read a shard, and return a sentence about each difference from the index.
+def list_shard_differences(shard: Shard, stopped: threading.Event, *, classes: int, decode: bool) -> list[str]:
+    """Read a whole shard, and return a sentence about each difference from the index.
 
-    If the shard cannot be read, the reason is the only sentence.
+    If the shard cannot be read, the only sentence states the reason.
 
     Args:
         shard: The shard as the index describes it.
-        stopped: If set, the shard seems to end early.
+        stopped: If set, reading stops, and the result is an error's sentence.
         classes: The number of classes in the index, or 0 if unknown.
         decode: Whether images are decoded, and samples without image or label are counted.
     """
     try:
-        found = scan_shard(shard.url, stopped, decode=decode)
+        found = hash_and_tabulate_shard(shard.url, stopped, decode=decode)
     except UserError as error:
         return [error.message]
     problems = found.damaged
@@ -379,24 +389,24 @@ def verify_shard(shard: Shard, stopped: threading.Event, *, classes: int, decode
     return problems
 
 
-def refuse_unfit_samples(index: ShardIndex) -> None:
-    """Raise UserError unless the first sample of each data set in an index has an image and a class number.
+def check_first_samples_of_parts(index: ShardIndex) -> None:
+    """Check that the first sample of each data set in an index has an image and a class number.
 
-    The image is not decoded. Shards are tried up to 4 times, with pauses.
+    Reads the start of a shard of each data set, in up to 4 tries with pauses. The image is not decoded.
 
     Raises:
-        UserError: A first sample is unfit, or a shard cannot be read.
+        UserError: A first sample has no image or no class number, or a shard cannot be read.
     """
     first = {shard.part: shard for shard in reversed(index.shards) if shard.samples}  # the first of each data set
     for shard in reversed(first.values()):
         try:
-            storage.retry(shard.url, refuse_unfit_first_sample)
+            storage.call_with_retries(shard.url, check_first_sample)
         except storage.UnavailableError as failure:
-            raise unusable_shard_error(shard, failure) from None
+            raise make_unusable_shard_error(shard, failure) from None
 
 
-def refuse_unfit_first_sample(url: str) -> None:
-    """Read the first sample of a shard. The image is not decoded.
+def check_first_sample(url: str) -> None:
+    """Check that the first sample of a shard has an image and a class number. The image is not decoded.
 
     Raises:
         UserError: The sample has no image or no class number, or the start of the shard is malformed.
@@ -404,11 +414,13 @@ def refuse_unfit_first_sample(url: str) -> None:
     """
     key, found = None, dict[str, bytes | None]()
     with storage.open_file(url) as file:
-        for member, content in iterate_members(HashedStream(file.chunks), url, lambda member: is_label(member, url)):
+        for member, content in iterate_tar_members(
+            HashedStream(file.chunks), url, lambda member: is_label_member(member, url)
+        ):
             if key not in (None, member.key):
                 break
             key = member.key
             found[member.extension] = content
     name = f"sample {key!r} in shard {url}"
-    _, label = find_image_and_label(name, found)
+    _, label = choose_image_and_label(name, found)
     parse_class_number(name, found[label] or b"")

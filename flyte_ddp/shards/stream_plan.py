@@ -61,10 +61,11 @@ class StreamPlan:
         """Return whether all ranks get the same number of batches, and at least one."""
         return bool(self.batches.min() == self.batches.max() > 0)
 
-    def suggest_options(self) -> list[dict[str, int]]:
+    def suggest_option_changes(self) -> list[dict[str, int]]:
         """Return changes of options, each of which gives all ranks the same number of batches.
 
-        An example is {"nbatches": 3}. If no change of these options helps, return [].
+        Returns:
+            A list of changes, such as {"nbatches": 3}. The list is empty if no change of these options helps.
         """
         least, most = int(self.batches.min()), int(self.batches.max())
         changes = [{"nbatches": least}] if least else []
@@ -72,10 +73,10 @@ class StreamPlan:
             changes.append({"nbatches": most, "dsrepeat": -(-most // shortest)})
         return changes
 
-    def format_lines(self, limit: int = 8) -> Iterator[str]:
-        """Yield a header, a line for each of the first ``limit`` ranks, and a summary of the remaining ranks.
+    def describe_in_lines(self, limit: int = 8) -> Iterator[str]:
+        """Yield the plan as lines of text: a header, the first ``limit`` ranks, and a summary of the other ranks.
 
-        If the plan is exact, the last line is the number of batches that every rank gets.
+        If all ranks get the same number of batches, the last line is this number.
         """
         loaders, samples = self.loaders, self.samples.sum(axis=1)
         yield (
@@ -89,17 +90,20 @@ class StreamPlan:
         if self.is_exact:
             yield f"every rank gets {self.batches[0]:,} batches"
 
-    def refuse_inexact(self) -> None:
+    def check_exact(self) -> None:
         """Raise UserError if ranks get different numbers of batches, or if no rank gets a batch.
 
-        The text suggests options.
+        The error suggests options.
         """
         if not self.batches.any():
             problem = f"no worker has more than {self.samples.max():,} samples, and smaller batches are dropped"
             fix = "lower batch_size or workers, or keep partial batches"
             raise UserError(f"batch_size={self.loaders.batch_size}: {problem}; {fix}")
         if not self.is_exact:
-            ways = [" with ".join(f"{name}={number}" for name, number in way.items()) for way in self.suggest_options()]
+            ways = [
+                " with ".join(f"{name}={number}" for name, number in way.items())
+                for way in self.suggest_option_changes()
+            ]
             ways.append(f"a multiple of {self.samples.size:,} equal shards")
             problem = f"the ranks get {self.batches.min():,} to {self.batches.max():,} batches"
             raise UserError(f"{problem}: DDP hangs unless all ranks get the same number; use {', or '.join(ways)}")

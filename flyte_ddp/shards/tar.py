@@ -42,20 +42,25 @@ class Member(NamedTuple):
     size: int  # bytes of the content
 
 
-def iterate_members(
+def iterate_tar_members(
     file: Any, shard: str, is_wanted: Callable[[Member], bool] = lambda _: False
 ) -> Iterator[tuple[Member, bytes | None]]:
-    """Yield the members of a tar file in order, each with its content if ``is_wanted(member)``, else with None.
+    """Yield the files in a tar file, in order, each with its content if ``is_wanted(member)``, else with None.
 
-    Reads the file to its end. The file need not be seekable, and ``file.read(n)`` may return fewer bytes only at the
-    end. Skips folders, files without an extension (like wids), names that begin with a dot (like webdataset), and the
-    ``._x.jpg`` files that a Mac's tar adds. ``shard`` names the file in errors, which are raised during the iteration.
+    Reads ``file`` to its end. Skips folders, files without an extension (like wids), names that begin with a dot (like
+    webdataset), and the ``._x.jpg`` files that a Mac's tar adds.
+
+    Args:
+        file: The tar file. It need not be seekable, and ``file.read(n)`` may return fewer bytes only at the end.
+        shard: The name of the tar file in errors.
+        is_wanted: Whether to read the content of a member.
 
     Raises:
         UserError: The file is no whole tar file, or has a link, a device, a sparse file, or a name outside its folder.
+            Raised during the iteration.
     """
     archive = Archive(file, shard)
-    for header in archive.read_headers():
+    for header in archive.iterate_headers():
         if header.isdir() or (header.isreg() and header.name.endswith("/")):
             continue
         # No data set needs these members, and an attacker could use them.
@@ -66,14 +71,14 @@ def iterate_members(
             fix = "points outside its folder; pack with relative names"
             raise UserError(f"shard {shard}: the name {header.name!r} {fix}")
         if "\0" in header.name or not header.name:
-            raise archive.damage_error(f"invalid name {header.name!r}")
+            raise archive.make_damage_error(f"invalid name {header.name!r}")
         match = SAMPLE_NAME.fullmatch(header.name)
         if match is None:
             continue
         key, extension = match.groups()
         if key.strip("./") and not (key.endswith("/") and extension.startswith("._")):
             member = Member(key, extension, header.offset_data, header.size)
-            yield member, archive.read_content(header.size) if is_wanted(member) else None
+            yield member, archive.read_exactly(header.size) if is_wanted(member) else None
 
 
 class Archive:
@@ -86,8 +91,10 @@ class Archive:
         self.file, self.shard, self.place = file, shard, 0
         self.block = b""  # the last block of headers that was read
 
-    def read_headers(self) -> Iterator[tarfile.TarInfo]:
-        """Yield the header of each entry, including folders and links. After the last entry, reads the file to its end.
+    def iterate_headers(self) -> Iterator[tarfile.TarInfo]:
+        """Yield the header of each entry of the tar file, including folders and links.
+
+        After the last entry, reads the file to its end.
 
         Raises:
             UserError: The archive is damaged or cut short, or another archive follows.
@@ -96,52 +103,62 @@ class Archive:
             archive = tarfile.TarFile(fileobj=self, encoding="utf-8", errors="surrogateescape")  # type: ignore[arg-type]
             for header in iter(archive.next, None):
                 if not 0 <= header.size <= MOST_BYTES:
-                    raise self.damage_error("a header with an impossible size")
+                    raise self.make_damage_error("a header with an impossible size")
                 yield header
                 archive.members.clear()  # type: ignore[attr-defined]  # tarfile would keep all headers
         except UserError:
             raise
         except MALFORMED:
-            raise self.damage_error("missing or damaged header") from None
+            raise self.make_damage_error("missing or damaged header") from None
         if self.block != bytes(BLOCK):  # at damage, tarfile ends without an error
-            raise self.damage_error("missing or damaged header")
+            raise self.make_damage_error("missing or damaged header")
         while rest := self.file.read(PIECE_BYTES):
             if rest.strip(b"\0"):
-                raise self.damage_error("bytes follow the end mark, as in archives joined with cat,")
+                raise self.make_damage_error("bytes follow the end mark, as in archives joined with cat,")
 
     def read(self, length: int) -> bytes:
-        """Return the next ``length`` bytes of a header to tarfile, and keep their last block."""
+        """Return the next ``length`` bytes, and keep their last block. Only tarfile calls this method, for headers.
+
+        Raises:
+            UserError: ``length`` is above the limit of a header, or the file ends before.
+        """
         if length > MOST_HEADER_BYTES:
-            raise self.damage_error(f"a metadata header of {length:,} bytes, above the {MOST_HEADER_BYTES:,} allowed,")
-        content = self.read_content(length)
+            raise self.make_damage_error(
+                f"a metadata header of {length:,} bytes, above the {MOST_HEADER_BYTES:,} allowed,"
+            )
+        content = self.read_exactly(length)
         self.block = content[-BLOCK:]
         return content
 
-    def read_content(self, length: int) -> bytes:
-        """Return the next ``length`` bytes. Raises UserError if the file ends before."""
+    def read_exactly(self, length: int) -> bytes:
+        """Return the next ``length`` bytes.
+
+        Raises:
+            UserError: The file ends before.
+        """
         content = io.BytesIO()
         while (missing := length - content.tell()) and (piece := self.file.read(min(missing, PIECE_BYTES))):
             content.write(piece)
         self.place += content.tell()
         if missing:
-            raise self.damage_error("cut short" if self.place else "empty")
+            raise self.make_damage_error("cut short" if self.place else "empty")
         return content.getvalue()
 
     def tell(self) -> int:
         return self.place
 
     def seek(self, place: int) -> None:
-        """Move forward to byte ``place``. If a seekable file ends before, the next read raises the error.
+        """Move forward to byte ``place``. A file that is not seekable is read to ``place``.
 
-        In a file that is not seekable, the bytes are read.
+        If a seekable file ends before, the next read raises the error.
         """
         if self.file.seekable():
             self.file.seek(place - self.place, 1)
             self.place = place
         while self.place < place:
-            self.read_content(min(place - self.place, PIECE_BYTES))
+            self.read_exactly(min(place - self.place, PIECE_BYTES))
 
-    def damage_error(self, problem: str) -> UserError:
+    def make_damage_error(self, problem: str) -> UserError:
         why = f"not a complete, uncompressed tar file ({problem} at byte {self.place:,})"
         return UserError(f"shard {self.shard}: {why}; unpack or copy it again")
 
@@ -160,13 +177,14 @@ class SampleTable:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def sample_members(self, sample: int) -> list[Member]:
+    def list_sample_members(self, sample: int) -> list[Member]:
+        """Return the members of a sample, in the order of the shard."""
         rows = slice(int(self.starts[sample]), int(self.starts[sample + 1]))
         key = self.keys[sample]
         columns = (column[rows].tolist() for column in (self.kinds, self.offsets, self.sizes))
         return [Member(key, self.extensions[kind], *place) for kind, *place in zip(*columns, strict=True)]
 
-    def to_bytes(self) -> bytes:
+    def to_npz_bytes(self) -> bytes:
         """Return the table in NumPy's compressed ``.npz`` format."""
         buffer = io.BytesIO()
         columns = {name: getattr(self, name) for name in COLUMNS}
@@ -177,8 +195,11 @@ class SampleTable:
         return buffer.getvalue()
 
     @classmethod
-    def from_bytes(cls, content: bytes, shard_size: int) -> SampleTable:
-        """Read the stored table of a shard of this size. Content that is no table raises an exception of any type."""
+    def from_npz_bytes(cls, content: bytes, shard_size: int) -> SampleTable:
+        """Return the table that :meth:`to_npz_bytes` stored for a shard of ``shard_size`` bytes.
+
+        If ``content`` is no table of such a shard, raises an exception of any type.
+        """
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             if any(column.file_size > shard_size for column in archive.infolist()):
                 raise ValueError("a column is larger than the shard, in which each file has a header of 512 bytes")
@@ -186,11 +207,11 @@ class SampleTable:
             texts = (stored[name].tobytes().decode("utf-8", "surrogateescape") for name in ("keys", "extensions"))
             keys, extensions = (tuple(text.split(SEPARATOR)[:-1]) for text in texts)
             table = cls(keys, extensions, **{name: stored[name] for name in COLUMNS})
-        table.check_columns(shard_size)
+        table.check_table_columns(shard_size)
         return table
 
-    def check_columns(self, shard_size: int) -> None:
-        """Raise ValueError if the columns do not fit each other, or a shard of this size."""
+    def check_table_columns(self, shard_size: int) -> None:
+        """Raise ValueError if the columns do not fit together, or do not fit a shard of ``shard_size`` bytes."""
         members = len(self.kinds)
         shapes = dict.fromkeys(COLUMNS, (members,)) | {"starts": (len(self) + 1,)}
         right = all(
@@ -209,8 +230,8 @@ class SampleTable:
             raise ValueError("the columns do not match each other or the shard")
 
 
-def read_table_or_none(shard: Shard, size: int) -> SampleTable | None:
-    """Read the stored table of a shard of ``size`` bytes, without retries.
+def read_stored_table_or_none(shard: Shard, size: int) -> SampleTable | None:
+    """Read the stored table of samples of a shard of ``size`` bytes, in one try.
 
     If the table is missing, unreadable or unfit, return None.
     """
@@ -219,17 +240,19 @@ def read_table_or_none(shard: Shard, size: int) -> SampleTable | None:
     address, start, length, digest = shard.table
     try:
         content = storage.read_file(address, (start, start + length))
-        return SampleTable.from_bytes(content, size) if table_digest(content) == digest else None
+        return SampleTable.from_npz_bytes(content, size) if hash_table(content) == digest else None
     except Exception:  # zipfile and np.load raise many kinds of errors
         return None
 
 
-def table_digest(content: bytes) -> str:
+def hash_table(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:32]
 
 
-def tabulate_members(members: Iterable[Member], shard: str) -> SampleTable:
-    """Group a shard's members into samples. ``shard`` names the shard in errors.
+def group_members_into_samples(members: Iterable[Member], shard: str) -> SampleTable:
+    """Group the members of a shard into samples, and return the table of samples.
+
+    ``shard`` names the shard in errors.
 
     Raises:
         UserError: The members of a sample are not adjacent, or two members of a sample have the same extension.

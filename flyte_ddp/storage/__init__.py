@@ -1,9 +1,9 @@
 """Read, list, write and delete files by address: a path, file://, http(s)://, s3://, gs:// or az://.
 
-Requests wait up to 10 s for a connection, and 30 s for each piece or response. Only :func:`retry` retries. A failure
-raises :class:`UnavailableError`, whose ``transient`` is true if a retry may succeed. An address of unknown kind, and
-writing to a web server, raise UserError. The first use of a bucket may ask servers for credentials and region. From
-then on, forks of this process cannot use object storage.
+Requests wait up to 10 s for a connection, and 30 s for each piece or response. Only :func:`call_with_retries` retries.
+A failure raises :class:`UnavailableError`, whose ``transient`` is true if a retry may succeed. An address of unknown
+kind, and writing to a web server, raise UserError. The first use of a bucket may ask servers for credentials and
+region. From then on, forks of this process cannot use object storage.
 """
 
 import hashlib
@@ -14,8 +14,15 @@ from typing import Any, BinaryIO
 
 from flyte_ddp.core.progress import Progress
 from flyte_ddp.storage import local
-from flyte_ddp.storage.addresses import encode_name, join, local_path, parent, resolve, scheme
-from flyte_ddp.storage.origins import may_be_named, origin_of
+from flyte_ddp.storage.addresses import (
+    encode_name,
+    find_local_path,
+    join_address,
+    parent_address,
+    parse_scheme,
+    resolve_address,
+)
+from flyte_ddp.storage.origins import may_index_list_address, parse_origin
 from flyte_ddp.storage.transfer import (
     AlteredError,
     Content,
@@ -25,21 +32,33 @@ from flyte_ddp.storage.transfer import (
     MissingError,
     Span,
     UnavailableError,
-    check_length,
-    retry,
+    call_with_retries,
+    check_received_length,
 )
 
 __all__ = ["AlteredError", "ExistsError", "ForbiddenError", "MissingError", "UnavailableError"]
-__all__ += ["encode_name", "join", "local_path", "may_be_named", "origin_of", "parent", "resolve", "scheme"]
-__all__ += ["Entry", "check_length", "create_file", "delete_files", "download_file", "hash_file", "list_files"]
-__all__ += ["list_folders", "open_file", "read_file", "retry", "stat_file", "write_file"]
+__all__ += [
+    "encode_name",
+    "find_local_path",
+    "join_address",
+    "may_index_list_address",
+    "parent_address",
+    "parse_origin",
+    "parse_scheme",
+    "resolve_address",
+]
+__all__ += ["Entry", "check_received_length", "create_file", "delete_files", "download_file", "hash_file", "list_files"]
+__all__ += ["call_with_retries", "list_folders", "open_file", "read_file", "stat_file", "write_file"]
 
 MOST_BYTES = 2**30  # maximum of a file that is read into memory
 
 
-def select_storage(address: str) -> Any:
-    """Import and return the module for an address, which has the functions below. May import requests or obstore."""
-    kind = scheme(address)
+def import_storage_module(address: str) -> Any:
+    """Return the module that reads and writes the kind of ``address``. Imports requests or obstore if needed.
+
+    Each of these modules has the functions below.
+    """
+    kind = parse_scheme(address)
     if kind == "file":
         return local
     if kind in ("http", "https"):
@@ -52,19 +71,19 @@ def select_storage(address: str) -> Any:
 
 
 def open_file(address: str, span: Span | None = None) -> AbstractContextManager[Content]:
-    """Return a context manager that opens a file, or a span of bytes, for one pass over the stored bytes.
+    """Open a file, or a span of its bytes, for the block. Yields the content, which can be read once.
 
     ``span`` is the number of the first byte, and the number of the byte after the last.
 
     Raises:
         UnavailableError: The file cannot be read. Raised on entering the block, and while chunks are read.
     """
-    opened: AbstractContextManager[Content] = select_storage(address).open_file(address, span)
+    opened: AbstractContextManager[Content] = import_storage_module(address).open_file(address, span)
     return opened
 
 
 def read_file(address: str, span: Span | None = None, *, tag: str = "") -> bytes:
-    """Read a file, or a span of bytes, into memory.
+    """Return the bytes of a file, or of a span of the file.
 
     Args:
         address: The address of the file.
@@ -87,12 +106,12 @@ def read_file(address: str, span: Span | None = None, *, tag: str = "") -> bytes
                 raise UnavailableError(f"has more than {MOST_BYTES:,} bytes, the limit for reading a file at once")
         content = b"".join(chunks)
     expected = span[1] - span[0] if span is not None else opened.size
-    check_length(len(content), expected, remote=local_path(address) is None)
+    check_received_length(len(content), expected, remote=find_local_path(address) is None)
     return content
 
 
 def hash_file(address: str) -> str:
-    """Return the SHA-256 (hex) of the file at an address. Reads the file in chunks.
+    """Return the SHA-256 (hex) of the file at an address. Reads the whole file, in chunks.
 
     Raises:
         UnavailableError: The file cannot be read.
@@ -107,10 +126,16 @@ def hash_file(address: str) -> str:
 def download_file(
     address: str, file: BinaryIO, *, digests: Sequence[str] = (), kind: str = "sha256", progress: Progress | None = None
 ) -> None:
-    """Empty an open file and copy the file at an address into the open file.
+    """Replace the content of an open file by a copy of the file at an address.
 
-    If ``digests`` are given, the copy's digest of this ``kind`` (hex) must begin with an element of ``digests``. After
-    an error, the open file may hold a part of the copy.
+    After an error, the open file may hold a part of the copy.
+
+    Args:
+        address: The address of the file to copy.
+        file: The open file.
+        digests: Beginnings of allowed digests (hex) of the copy. If empty, the copy is not checked.
+        kind: The name of the digest in hashlib.
+        progress: Shows the progress of the download.
 
     Raises:
         AlteredError: The copy has another digest.
@@ -120,7 +145,7 @@ def download_file(
     file.seek(0)  # an earlier try may have written a part
     file.truncate()
     digest = hashlib.new(kind, usedforsecurity=False)
-    remote = local_path(address) is None
+    remote = find_local_path(address) is None
     name = address.rpartition("/")[2]
     label = f"{name} from {address.removesuffix(name)}"
     with open_file(address) as opened:
@@ -131,25 +156,25 @@ def download_file(
                     digest.update(chunk)
                 advance(len(chunk))
         received = file.tell()
-    check_length(received, opened.size, remote=remote)
+    check_received_length(received, opened.size, remote=remote)
     if digests and not digest.hexdigest().startswith(tuple(digests)):
         what = f"{kind} {digest.hexdigest()} ({received:,} bytes) instead of {digests[0]}"
         raise AlteredError(what, transient=remote)
 
 
 def stat_file(address: str) -> Entry:
-    """Return size and tag of a file, with the name "". If a web server does not send the size, the size is -1.
+    """Return size and tag of a file as an Entry with an empty name. The size is -1 if a web server does not send it.
 
     Raises:
         MissingError: The file does not exist.
-        UnavailableError: The storage cannot be asked.
+        UnavailableError: The storage does not answer.
     """
-    entry: Entry = select_storage(address).stat_file(address)
+    entry: Entry = import_storage_module(address).stat_file(address)
     return entry
 
 
 def list_files(address: str) -> Iterator[Entry]:
-    """Yield all files below a folder or prefix, ordered by name.
+    """Yield name, size and tag of all files below a folder or prefix, ordered by name.
 
     The whole list is kept in memory. On this machine, symlinks are followed, and hidden files and folders are skipped.
     In a bucket, empty objects that mark folders are skipped, and a prefix without objects gives no files. Errors of a
@@ -159,7 +184,7 @@ def list_files(address: str) -> Iterator[Entry]:
         MissingError: The folder of this machine does not exist.
         UnavailableError: The files cannot be listed, or the address is on a web server.
     """
-    entries: Iterator[Entry] = select_storage(address).list_files(address)
+    entries: Iterator[Entry] = import_storage_module(address).list_files(address)
     return entries
 
 
@@ -170,28 +195,28 @@ def list_folders(address: str) -> list[str]:
         MissingError: The folder of this machine does not exist.
         UnavailableError: The folders cannot be listed, or the address is on a web server.
     """
-    names: list[str] = select_storage(address).list_folders(address)
+    names: list[str] = import_storage_module(address).list_folders(address)
     return names
 
 
 def write_file(address: str, content: bytes | Path) -> None:
     """Write bytes, or a copy of the file at a path, to an address.
 
-    Replaces an existing file and creates missing folders. Readers see the old file or the whole new file. On this
-    machine, a power cut may lose both.
+    An existing file is replaced, and missing folders are created. Readers see the old file or the whole new file. On
+    this machine, a power cut may lose both.
 
     Raises:
         UnavailableError: The file cannot be written.
         UserError: The address is on a web server.
     """
-    select_storage(address).write_file(address, content, create=False)
+    import_storage_module(address).write_file(address, content, create=False)
 
 
 def create_file(address: str, content: bytes | Path) -> None:
-    """Write bytes, or a copy of the file at a path, to an address where no file exists.
+    """Write bytes, or a copy of the file at a path, to an address where no file may exist.
 
-    Creates missing folders. Readers see no file or the whole file. On this machine, the file is on the disk when this
-    function returns. S3 accepts at most 5 GB. A server that ignores the header If-None-Match replaces an existing
+    Missing folders are created. Readers see no file or the whole file. On this machine, the file is on the disk when
+    this function returns. S3 accepts at most 5 GB. A server that ignores the header If-None-Match replaces an existing
     object without an error.
 
     Raises:
@@ -199,7 +224,7 @@ def create_file(address: str, content: bytes | Path) -> None:
         UnavailableError: The file cannot be written.
         UserError: The address is on a web server.
     """
-    select_storage(address).write_file(address, content, create=True)
+    import_storage_module(address).write_file(address, content, create=True)
 
 
 def delete_files(addresses: Sequence[str]) -> None:
@@ -213,4 +238,4 @@ def delete_files(addresses: Sequence[str]) -> None:
         UserError: The addresses are on a web server.
     """
     if addresses:
-        select_storage(addresses[0]).delete_files(addresses)
+        import_storage_module(addresses[0]).delete_files(addresses)

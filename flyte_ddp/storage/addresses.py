@@ -11,10 +11,11 @@ from flyte_ddp.core.text.credentials import refuse_credentials
 SCHEMES = ("file", "http", "https", "s3", "gs", "az")
 
 
-def scheme(address: str) -> str:
-    """Return ``file`` (also for a plain path), ``http``, ``https``, ``s3``, ``gs`` or ``az``.
+def parse_scheme(address: str) -> str:
+    """Return the kind of an address: ``file`` (also for a plain path), ``http``, ``https``, ``s3``, ``gs`` or ``az``.
 
-    Raises UserError if the address is of another kind, or contains credentials.
+    Raises:
+        UserError: The address is of another kind, or contains credentials.
     """
     refuse_credentials("address", address)
     if "://" not in address:
@@ -29,57 +30,62 @@ def scheme(address: str) -> str:
     return kind
 
 
-def local_path(address: str) -> Path | None:
-    """Return the absolute path of a path (also with ``~``) or ``file://`` address, or None for a remote address.
+def find_local_path(address: str) -> Path | None:
+    """Return the absolute path of an address on this machine, or None for a remote address.
+
+    The address is a path, which may begin with ``~``, or begins with ``file://``.
 
     Raises:
         UserError: The address is of an unknown kind, or contains credentials.
     """
-    if scheme(address) != "file":
+    if parse_scheme(address) != "file":
         return None
     path = Path(unquote(urlsplit(address).path) if "://" in address else address)
     return (path.expanduser() if path.parts[:1] == ("~",) else path).absolute()
 
 
-def join(folder: str, name: str) -> str:
-    """Return the address of a file in a folder or below a prefix. For a web server, the name is percent-encoded."""
-    path = local_path(folder)
+def join_address(folder: str, name: str) -> str:
+    """Return the address of the file ``name`` in a folder or below a prefix.
+
+    If the folder is on a web server, the name is percent-encoded.
+    """
+    path = find_local_path(folder)
     return f"{folder.rstrip('/')}/{encode_name(folder, name)}" if path is None else str(path / name)
 
 
 def encode_name(address: str, name: str) -> str:
-    """Return a file name percent-encoded if ``address`` is on a web server, else unchanged."""
-    web = "://" in address and scheme(address) in ("http", "https")
+    """Return a file name, percent-encoded if ``address`` is on a web server."""
+    web = "://" in address and parse_scheme(address) in ("http", "https")
     return quote(name.encode("utf-8", "surrogateescape")) if web else name
 
 
-def parent(address: str) -> str:
-    """Return the address of the folder or prefix that contains a file.
+def parent_address(address: str) -> str:
+    """Return the address of the folder or prefix that contains the file at ``address``.
 
     Query and fragment of a web address are removed.
     """
-    path = local_path(address)
+    path = find_local_path(address)
     if path is not None:
         return str(path.parent)
-    if scheme(address) in ("http", "https"):
+    if parse_scheme(address) in ("http", "https"):
         parts = urlsplit(address)
         return parts._replace(path=parts.path.rpartition("/")[0], query="", fragment="").geturl()
     start, key = split_key(address)
     return f"{start}{posixpath.dirname(key)}".rstrip("/")
 
 
-def resolve(base: str, address: str) -> str:
-    """Return the absolute form of an address that may be relative to the folder or prefix ``base``.
+def resolve_address(base: str, address: str) -> str:
+    """Return the absolute form of an address. A relative address starts at the folder or prefix ``base``.
 
     A relative address is names joined by "/". The name ".." goes up one folder. A slash at the start leads to the top
     of the machine, server or bucket. The characters "#", "?" and "%" have no special meaning.
     """
     if "://" in address:
         return address
-    path = local_path(base)
+    path = find_local_path(base)
     if path is not None:
         return os.path.normpath(path / address)
-    if scheme(base) in ("http", "https"):
+    if parse_scheme(base) in ("http", "https"):
         base = urlsplit(base)._replace(query="", fragment="").geturl()
     start, key = split_key(base)
     names = [] if address.startswith("/") or not key else key.removesuffix("/").split("/")
@@ -92,7 +98,7 @@ def resolve(base: str, address: str) -> str:
 
 
 def split_key(address: str) -> tuple[str, str]:
-    """Return an object's address up to and including the slash after the bucket, and the object's key."""
+    """Split an object's address into the bucket's address, which ends with a slash, and the object's key."""
     kind, _, rest = address.partition("://")
     bucket, _, key = rest.partition("/")
     return f"{kind}://{bucket}/", key

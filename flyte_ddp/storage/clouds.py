@@ -22,7 +22,7 @@ CREDENTIALS_LIFETIME = timedelta(minutes=10)  # afterwards obstore asks botocore
 
 
 def make_s3_store(bucket: str) -> Any:
-    """Return a store of a bucket on AWS or an S3-compatible server. May ask AWS for region and credentials.
+    """Return obstore's store of a bucket on AWS or an S3-compatible server. May ask AWS for region and credentials.
 
     Without credentials, requests are not signed. For exceptions, see the module's docstring.
     """
@@ -36,7 +36,7 @@ def make_s3_store(bucket: str) -> Any:
     credentials = session.get_credentials()
 
     def fetch_credentials() -> dict[str, Any]:
-        """Return credentials in obstore's form. botocore renews credentials before they expire."""
+        """Return the current credentials in obstore's form. botocore renews them before they expire."""
         frozen = credentials.get_frozen_credentials()
         names = {"access_key_id": frozen.access_key, "secret_access_key": frozen.secret_key, "token": frozen.token}
         return {**names, "expires_at": datetime.now(UTC) + CREDENTIALS_LIFETIME}
@@ -52,15 +52,15 @@ def make_s3_store(bucket: str) -> Any:
     elif not re.fullmatch(r"https?://[^\s/]+(/\S*)?", endpoint):
         shown = endpoint.rpartition("@")[2]  # without a password
         raise ValueError(f"Invalid endpoint: {shown}; it must begin with https:// or http://")
-    settings = client_settings(bundle) | {"aws_endpoint_url_s3": endpoint, "region": region or "us-east-1"}
+    settings = make_client_settings(bundle) | {"aws_endpoint_url_s3": endpoint, "region": region or "us-east-1"}
     settings |= {"credential_provider": fetch_credentials} if credentials else {"skip_signature": True}
     return S3Store(bucket, **settings)
 
 
 def find_bucket_region(bucket: str, default: str, bundle: str | None) -> str:
-    """Ask AWS for the region of a bucket, without credentials. After a failure, return ``default``.
+    """Ask AWS for the region of a bucket, without credentials. If the request fails, return ``default``.
 
-    ``bundle`` is the path of trusted certificates (PEM), or None for the usual ones.
+    ``bundle`` is the path of trusted certificates (PEM), or None for the usual certificates.
     """
     import requests
 
@@ -72,7 +72,7 @@ def find_bucket_region(bucket: str, default: str, bundle: str | None) -> str:
 
 
 def make_google_store(bucket: str) -> Any:
-    """Return a store of a bucket with application default credentials, which are fetched here.
+    """Return obstore's store of a Google bucket. Fetches the application default credentials.
 
     If no credentials exist, or if STORAGE_EMULATOR_HOST names a server, requests are not signed. If
     GOOGLE_APPLICATION_CREDENTIALS is set but unusable, google-auth's exception passes through.
@@ -84,7 +84,7 @@ def make_google_store(bucket: str) -> Any:
 
     # Without any credential, obstore would ask the machine's metadata server for one before it writes.
     no_token = {"token": "-", "expires_at": None}
-    anonymous = client_settings() | {"skip_signature": True, "credential_provider": lambda: no_token}
+    anonymous = make_client_settings() | {"skip_signature": True, "credential_provider": lambda: no_token}
     if host := os.environ.get("STORAGE_EMULATOR_HOST", "").rstrip("/"):
         return GCSStore(bucket, base_url=host if "://" in host else f"http://{host}", **anonymous)
     try:
@@ -94,22 +94,28 @@ def make_google_store(bucket: str) -> Any:
             raise
         return GCSStore(bucket, **anonymous)
     provider()  # called here to get google-auth's exception, which obstore would wrap
-    return GCSStore(bucket, credential_provider=provider, **client_settings())
+    return GCSStore(bucket, credential_provider=provider, **make_client_settings())
 
 
 def make_azure_store(container: str) -> Any:
-    """Return a store of an Azure container, without a request. ``FLYTE_AZURE_*`` takes precedence over ``AZURE_*``."""
+    """Return obstore's store of an Azure container. Sends no request.
+
+    The variables ``FLYTE_AZURE_*`` take precedence over ``AZURE_*``.
+    """
     from obstore.store import AzureStore
 
-    settings = client_settings()
+    settings = make_client_settings()
     for name in AZURE_SETTINGS:
         if value := os.environ.get(f"FLYTE_AZURE_{name}"):
             settings[f"azure_{name.lower()}"] = value
     return AzureStore(container, **settings)
 
 
-def client_settings(bundle: str | None = None) -> dict[str, Any]:
-    """Return the arguments of all stores. ``bundle`` or ``REQUESTS_CA_BUNDLE`` (PEM) adds trusted certificates."""
+def make_client_settings(bundle: str | None = None) -> dict[str, Any]:
+    """Return obstore's settings for timeouts, retries and certificates, which all stores have.
+
+    ``bundle`` or REQUESTS_CA_BUNDLE is the path of certificates (PEM) that are trusted in addition. Reads this file.
+    """
     options: dict[str, Any] = {
         "allow_http": True,  # an endpoint may begin with http://
         "connect_timeout": timedelta(seconds=transfer.CONNECT_TIMEOUT),
@@ -118,4 +124,7 @@ def client_settings(bundle: str | None = None) -> dict[str, Any]:
     }
     if bundle := bundle or os.environ.get("REQUESTS_CA_BUNDLE"):
         options["root_certificate"] = Path(bundle).read_bytes()
-    return {"client_options": options, "retry_config": {"max_retries": 0}}  # storage.retry retries and reports
+    return {
+        "client_options": options,
+        "retry_config": {"max_retries": 0},
+    }  # call_with_retries() retries

@@ -17,7 +17,7 @@ from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.settings import ALLOWED
 from flyte_ddp.core.text.credentials import mask_credentials
 from flyte_ddp.storage import transfer
-from flyte_ddp.storage.origins import find_redirect_problem, origin_of
+from flyte_ddp.storage.origins import describe_redirect_problem, parse_origin
 from flyte_ddp.storage.transfer import CHUNK_BYTES, Content, Entry, Span, UnavailableError, parse_etag
 
 CONNECTIONS = 64  # kept open by one process to one server
@@ -26,7 +26,7 @@ PERMANENT_ERRORS = (InvalidURL, SSLError, TooManyRedirects, urllib3.exceptions.L
 
 @contextmanager
 def open_file(address: str, span: Span | None) -> Iterator[Content]:
-    """Yield the content of a file, or of a span of bytes, for one pass.
+    """Request a file, or a span of its bytes, and yield the content, which can be read once.
 
     Raises:
         UnavailableError: The request failed, or the server ignores the span.
@@ -36,11 +36,13 @@ def open_file(address: str, span: Span | None) -> Iterator[Content]:
         if span is not None and not response.headers.get("Content-Range", "").startswith(f"bytes {span[0]}-"):
             raise UnavailableError("the server cannot send a part of a file: it ignores Range")
         chunks = response.raw.stream(CHUNK_BYTES, decode_content=False)
-        yield Content(parse_length(response), chunks, parse_etag(response.headers.get("ETag")))
+        yield Content(parse_content_length(response), chunks, parse_etag(response.headers.get("ETag")))
 
 
 def stat_file(address: str) -> Entry:
-    """Return the size (-1 if not sent), and the ETag or else the time of the last change as tag.
+    """Send a HEAD request for a file, and return size and tag as an Entry with an empty name.
+
+    The size is -1 if not sent. The tag is the ETag, or else the time of the last change.
 
     Raises:
         MissingError: The file does not exist.
@@ -48,14 +50,15 @@ def stat_file(address: str) -> Entry:
     """
     with open_response(address, "HEAD", {}) as response:
         tag, time = (response.headers.get(name, "") for name in ("ETag", "Last-Modified"))
-        size = parse_length(response)
+        size = parse_content_length(response)
         return Entry("", -1 if size is None else size, parse_etag(tag) or time)
 
 
-def parse_length(response: requests.Response) -> int | None:
-    """Return the body's length in bytes, or None if not sent.
+def parse_content_length(response: requests.Response) -> int | None:
+    """Return the response's Content-Length in bytes, or None if not sent.
 
-    Raises UnavailableError if the length is no whole number.
+    Raises:
+        UnavailableError: The header is no whole number.
     """
     length = response.headers.get("Content-Length", "")
     if length and not (length.isascii() and length.isdecimal()):
@@ -80,15 +83,17 @@ def delete_files(addresses: Sequence[str]) -> NoReturn:
 
 @contextmanager
 def open_response(address: str, method: str, headers: dict[str, str]) -> Iterator[Any]:
-    """Send a request and yield the response with an unread body. After the block, the response is closed.
+    """Send a request, and yield the response with an unread body. The response is closed after the block.
 
-    Failures of the request, including failures in the block and statuses other than 200 and 206, are raised as
-    UnavailableError. Redirects are followed, unless rejected.
+    Redirects are followed, unless rejected.
+
+    Raises:
+        UnavailableError: The request failed, also later in the block, or the status is neither 200 nor 206.
     """
     try:
-        with send_request(address, method, headers) as response:
+        with send_and_follow_redirects(address, method, headers) as response:
             if response.status_code not in (200, 206):
-                raise transfer.http_status_error(response.status_code, response.reason or "")
+                raise transfer.make_http_status_error(response.status_code, response.reason or "")
             yield response
     except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
         cause: BaseException = error  # the messages of outer errors are long and technical
@@ -98,10 +103,12 @@ def open_response(address: str, method: str, headers: dict[str, str]) -> Iterato
         raise UnavailableError(mask_credentials(reason), transient=not isinstance(error, PERMANENT_ERRORS)) from None
 
 
-def send_request(address: str, method: str, headers: dict[str, str]) -> requests.Response:
-    """Send a request, follow redirects, and return the last response. The caller must close the response.
+def send_and_follow_redirects(address: str, method: str, headers: dict[str, str]) -> requests.Response:
+    """Send a request, follow redirects, and return the last response, which the caller must close.
 
-    Raises errors of requests, including timeouts, and UnavailableError if a redirect is rejected.
+    Raises:
+        UnavailableError: A redirect is rejected.
+        requests.RequestException: The request failed, also by a timeout, or the redirects were too many.
     """
     session = get_process_session(os.getpid())
     for _ in range(session.max_redirects + 1):
@@ -119,22 +126,22 @@ def send_request(address: str, method: str, headers: dict[str, str]) -> requests
             response.close()
             # Servers send UTF-8, and urllib3 decodes all headers as Latin-1.
             address = urljoin(response.url, response.headers["Location"].encode("latin-1").decode())
-            problem = find_redirect_problem(response.url, address)
+            problem = describe_redirect_problem(response.url, address)
         except requests.RequestException:
             raise
         except ValueError as error:  # for example, a UserError
             raise UnavailableError(f"redirected to a rejected address: {error}") from None
         if problem:
-            fix = f"to allow it, set {ALLOWED}={origin_of(address)}"
-            raise UnavailableError(f"redirected to {origin_of(address)}, {problem}; {fix}")
+            fix = f"to allow it, set {ALLOWED}={parse_origin(address)}"
+            raise UnavailableError(f"redirected to {parse_origin(address)}, {problem}; {fix}")
     raise TooManyRedirects(f"more than {session.max_redirects} redirects, the last one to {address}")
 
 
 @cache
 def get_process_session(process_id: int) -> requests.Session:  # noqa: ARG001
-    """Return this process's HTTP session, without cookies. A fork must not use connections of the parent process.
+    """Return this process's HTTP session, without cookies. The first call in a process makes the session.
 
-    ``process_id`` is the key of the cache.
+    A forked process must not use connections of its parent. Therefore the cache's key is ``process_id``.
     """
     session = requests.Session()
     session.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))

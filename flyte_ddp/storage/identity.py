@@ -18,20 +18,20 @@ WRITTEN_BY_READERS = ("lock.mdb", "cache-*.arrow", "*.aux.xml")
 SUMS = "SHA256SUMS"  # the digests of a folder's files, as sha256sum writes them
 
 
-def content_identity(source: str, hyperparameter: str = "data_source") -> str:
+def hash_address_content(source: str, hyperparameter: str = "data_source") -> str:
     """Return a SHA-256 (hex) that changes with the content of a file, a folder, a bucket or a web address.
 
-    Local files are read completely. A folder's digest covers names and content of the files of :func:`list_data_files`.
-    A bucket's digest covers names, sizes and tags of the objects. A web server is asked for SHA256SUMS, then for the
-    file's tag. If the server has neither, the file is downloaded. Remote addresses are tried up to 4 times, and pauses
-    are printed. If ``source`` is empty, the result is "".
+    Local files are read completely. Of a folder, the names and contents of the files of :func:`list_data_files` are
+    hashed. Of a bucket, the names, sizes and tags of the objects are hashed. A web server is asked for SHA256SUMS, then
+    for the file's tag. If the server has neither, the file is downloaded. Remote addresses are tried up to 4 times, and
+    pauses are printed. If ``source`` is empty, the result is "".
 
     Raises:
         UserError: ``source`` cannot be read, or is a directory without data. The text names ``hyperparameter``.
     """
     if not source:
         return ""
-    where, path = f"{hyperparameter}={source!r}", storage.local_path(source)
+    where, path = f"{hyperparameter}={source!r}", storage.find_local_path(source)
     if path is not None:
         try:
             if path.is_file():
@@ -44,9 +44,9 @@ def content_identity(source: str, hyperparameter: str = "data_source") -> str:
             return digest_lines(f"{name} {file_digest(file)}" for name, file in sorted(files.items()))
         except OSError as error:
             raise UserError(f"{where}: cannot be read: {error}; make it readable, or give another path") from None
-    identify = identify_http_content if storage.scheme(source) in ("http", "https") else hash_object_listing
+    identify = hash_web_content if storage.parse_scheme(source) in ("http", "https") else hash_object_listing
     try:
-        return storage.retry(source, identify, Progress().print_note)
+        return storage.call_with_retries(source, identify, Progress().print_note)
     except storage.UnavailableError as failure:
         fix = "check the address, and that the server is up"
         if hyperparameter == "data_source":
@@ -55,7 +55,7 @@ def content_identity(source: str, hyperparameter: str = "data_source") -> str:
 
 
 def list_data_files(folder: Path) -> Iterator[Path]:
-    """Yield the files below a folder that are data.
+    """Yield the files below a folder whose content belongs to the data set.
 
     Skips the runs folder, ``__pycache__``, hidden folders, and names in ``WRITTEN_BY_READERS`` or the folder's
     ``IGNORE_FILE``. The skipped files may change with each run, and then no run would equal an earlier run. Links to
@@ -65,7 +65,7 @@ def list_data_files(folder: Path) -> Iterator[Path]:
         UserError: The ``IGNORE_FILE`` is malformed. Raised by the first ``next()``.
     """
     runs = runs_folder().resolve()
-    ignored = [*WRITTEN_BY_READERS, IGNORE_FILE, *read_ignore_file(folder)]
+    ignored = [*WRITTEN_BY_READERS, IGNORE_FILE, *read_ignore_patterns(folder)]
     for parent, folders, names in os.walk(folder):
         shown = (name for name in folders if name != "__pycache__" and not name.startswith("."))
         folders[:] = [name for name in shown if Path(parent, name).resolve() != runs]
@@ -78,8 +78,8 @@ def list_data_files(folder: Path) -> Iterator[Path]:
                 yield path
 
 
-def read_ignore_file(folder: Path) -> list[str]:
-    """Return the patterns in a folder's ``IGNORE_FILE``. Comments (#) are skipped. Without the file, return [].
+def read_ignore_patterns(folder: Path) -> list[str]:
+    """Return the patterns in a folder's ``IGNORE_FILE``, without comments (#). If the file does not exist, return [].
 
     Raises:
         UserError: The file is not UTF-8 text, or a pattern begins with "!" or "/", or ends with "/".
@@ -105,7 +105,9 @@ def digest_lines(lines: Iterable[str]) -> str:
 
 
 def hash_object_listing(source: str) -> str:
-    """Return a SHA-256 (hex) of names, sizes and tags of the objects below ``source``, or of the object itself.
+    """Return a SHA-256 (hex) of names, sizes and tags of all objects below ``source``.
+
+    If no object is below ``source``, the object at ``source`` is hashed in the same way. Contents are not read.
 
     Raises:
         MissingError: No such object exists.
@@ -120,17 +122,17 @@ def hash_object_listing(source: str) -> str:
     return digest_lines(f"{entry.name} {entry.size} {entry.tag}" for entry in entries)
 
 
-def identify_http_content(source: str) -> str:
+def hash_web_content(source: str) -> str:
     """Return a SHA-256 (hex) that changes with the content of an HTTP address.
 
-    If ``source`` is a folder with a file SHA256SUMS, this file is hashed. Without the file, size and tag in the headers
-    of ``source`` are hashed. Without a tag, the content is downloaded and hashed.
+    If ``source`` is a folder with a file SHA256SUMS, this file is hashed. Otherwise, size and tag in the headers of
+    ``source`` are hashed. If the server sends no tag, the content is downloaded and hashed.
 
     Raises:
         UnavailableError: The server cannot be reached, or has no such file.
     """
     try:
-        return hashlib.sha256(storage.read_file(storage.join(source, SUMS))).hexdigest()
+        return hashlib.sha256(storage.read_file(storage.join_address(source, SUMS))).hexdigest()
     except (storage.MissingError, storage.ForbiddenError):  # web servers answer 403 for missing files, too
         pass
     entry = storage.stat_file(source)

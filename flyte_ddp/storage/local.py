@@ -9,19 +9,23 @@ from stat import S_ISREG
 from typing import BinaryIO
 
 from flyte_ddp.core.files import atomic_write
-from flyte_ddp.storage.addresses import local_path
+from flyte_ddp.storage.addresses import find_local_path
 from flyte_ddp.storage.transfer import CHUNK_BYTES, Content, Entry, ExistsError, MissingError, Span, UnavailableError
 
 
-def require_local_path(address: str) -> Path:
-    path = local_path(address)
+def parse_local_path(address: str) -> Path:
+    """Return the absolute path of an address that is known to be on this machine."""
+    path = find_local_path(address)
     assert path is not None
     return path
 
 
 @contextmanager
 def translate_os_errors() -> Iterator[None]:
-    """Turn OSErrors of the block into UnavailableErrors: MissingError for a missing file, else not transient."""
+    """Turn OSErrors of the block into UnavailableErrors, which are not transient.
+
+    For a missing file, the error is a MissingError.
+    """
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
@@ -32,16 +36,16 @@ def translate_os_errors() -> Iterator[None]:
 
 @contextmanager
 def open_file(address: str, span: Span | None) -> Iterator[Content]:
-    """Yield the content of a file, or of a span of bytes, for one pass. The tag is the time of the last change (ns).
+    """Open a file, or a span of its bytes, for the block. Yields the content, which can be read once.
 
-    If the file ends before the span, fewer bytes are read.
+    The content's tag is the time of the last change (ns). If the file ends before the span, fewer bytes are read.
 
     Raises:
         MissingError: The file does not exist.
         UnavailableError: The file cannot be read.
     """
     with translate_os_errors():
-        file = require_local_path(address).open("rb")
+        file = parse_local_path(address).open("rb")
     with file:
         status = os.fstat(file.fileno())
         start, end = span or (0, status.st_size)
@@ -51,6 +55,11 @@ def open_file(address: str, span: Span | None) -> Iterator[Content]:
 
 
 def read_chunks(file: BinaryIO, length: int) -> Iterator[bytes]:
+    """Yield the next ``length`` bytes of a file in chunks, or fewer at the end of the file.
+
+    Raises:
+        UnavailableError: The file cannot be read.
+    """
     with translate_os_errors():
         while length > 0 and (chunk := file.read(min(length, CHUNK_BYTES))):
             length -= len(chunk)
@@ -58,29 +67,30 @@ def read_chunks(file: BinaryIO, length: int) -> Iterator[bytes]:
 
 
 def stat_file(address: str) -> Entry:
-    """Return an Entry with the size of a file.
-
-    The Entry's name is empty, and its tag is the time of the last change (ns).
+    """Return size and tag of a file as an Entry with an empty name. The tag is the time of the last change (ns).
 
     Raises:
         MissingError: The file does not exist or is not a regular file.
         UnavailableError: The properties of the file cannot be read.
     """
     with translate_os_errors():
-        status = require_local_path(address).stat()
+        status = parse_local_path(address).stat()
     if not S_ISREG(status.st_mode):
         raise MissingError("no such file")
     return Entry("", status.st_size, f"{status.st_mtime_ns}")
 
 
 def write_file(address: str, content: bytes | Path, *, create: bool) -> None:
-    """Write a file atomically, and create missing folders. With ``create``, the content is on the disk afterwards.
+    """Write bytes, or a copy of the file at the path ``content``, to a file. Creates missing folders.
+
+    The file appears or is replaced when complete. With ``create``, the file must not exist, and is on the disk when
+    this function returns.
 
     Raises:
         ExistsError: With ``create``, the file exists.
-        UnavailableError: The file cannot be written, or the file at the path ``content`` cannot be read.
+        UnavailableError: The file cannot be written, or ``content`` cannot be read.
     """
-    path = require_local_path(address)
+    path = parse_local_path(address)
     try:
         with atomic_write(path, durable=create, create=create) as file:
             if isinstance(content, Path):
@@ -96,39 +106,48 @@ def write_file(address: str, content: bytes | Path, *, create: bool) -> None:
 
 
 def delete_files(addresses: Sequence[str]) -> None:
+    """Delete files of this machine.
+
+    Raises:
+        MissingError: A file does not exist. Later files are not deleted.
+        UnavailableError: A file cannot be deleted. Later files are not deleted.
+    """
     with translate_os_errors():
         for address in addresses:
-            require_local_path(address).unlink()
+            parse_local_path(address).unlink()
 
 
 def list_files(address: str) -> Iterator[Entry]:
-    """Yield the files below a folder, sorted by name. Hidden files and folders are skipped, and links are followed.
+    """Yield name, size and tag of the files below a folder, sorted by name.
 
-    Errors are raised by the first ``next()``.
+    Hidden files and folders are skipped, and links are followed. Errors are raised by the first ``next()``.
 
     Raises:
         MissingError: The folder does not exist.
         UnavailableError: A folder cannot be read, or a link is broken or circular.
     """
-    root = require_local_path(address)
+    root = parse_local_path(address)
     with translate_os_errors():
         if not root.is_dir():
             raise MissingError("no such directory")
     try:
-        yield from sorted(walk_folder(root), key=lambda entry: entry.name)
+        yield from sorted(iterate_folder_files(root), key=lambda entry: entry.name)
     except OSError as error:
         raise UnavailableError(f"{error.filename or root}: {error.strerror or error}") from None
 
 
 def list_folders(address: str) -> list[str]:
-    with translate_os_errors(), os.scandir(require_local_path(address)) as entries:
+    with translate_os_errors(), os.scandir(parse_local_path(address)) as entries:
         return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
 
 
-def walk_folder(root: Path) -> Iterator[Entry]:
-    """Yield files in the file system's order. Hidden files and folders are skipped, and links are followed.
+def iterate_folder_files(root: Path) -> Iterator[Entry]:
+    """Yield name, size and tag of the files below a folder, in the file system's order.
 
-    Raises OSError for unreadable folders and for broken or circular links.
+    Hidden files and folders are skipped, and links are followed.
+
+    Raises:
+        OSError: A folder is unreadable, or a link is broken or circular.
     """
 
     def fail(error: OSError) -> None:

@@ -35,40 +35,45 @@ Result = TypeVar("Result")
 
 @contextmanager
 def open_file(address: str, span: Span | None) -> Iterator[Content]:
-    """Open an object, or a span of bytes, for one pass. The server sends only the span.
+    """Request an object, or a span of its bytes, and yield the content, which can be read once.
 
     Raises:
         UnavailableError: The object cannot be read. Raised on entering the block, and while chunks are read.
     """
     options: Any = {"range": span} if span else {}
-    stored = call_with_store(address, lambda store, key: obstore.get(store, key, options=options), reads=True)
+    stored = call_on_bucket(address, lambda store, key: obstore.get(store, key, options=options), reads=True)
     start, end = stored.range
     yield Content(end - start, read_chunks(stored.stream(transfer.CHUNK_BYTES // 4)), parse_etag(stored.meta["e_tag"]))
 
 
 def read_chunks(stream: Iterable[Any]) -> Iterator[bytes]:
+    """Yield the chunks of an object as bytes.
+
+    Raises:
+        UnavailableError: The object cannot be read.
+    """
     try:
         yield from map(bytes, stream)
     except Exception as error:
-        raise translate_error(error) from None
+        raise translate_obstore_error(error) from None
 
 
 def stat_file(address: str) -> Entry:
-    stored = call_with_store(address, obstore.head, reads=True)
+    stored = call_on_bucket(address, obstore.head, reads=True)
     return Entry("", stored["size"], parse_etag(stored["e_tag"]))
 
 
 def list_files(address: str) -> Iterator[Entry]:
-    """Return the objects below a prefix, sorted by name, without empty objects that mark a folder of other objects.
+    """Return an iterator of the objects below a prefix, sorted by name.
 
-    The whole list is read before the function returns.
+    Skips empty objects that mark a folder of other objects. The whole list is read before the function returns.
 
     Raises:
         UnavailableError: The bucket cannot be listed.
     """
     key, folders = split_key(address)[1], {""}
     start = len(key.rstrip("/")) + 1 if key else 0
-    stored = call_with_store(address, lambda store, prefix: obstore.list(store, prefix=prefix).collect())
+    stored = call_on_bucket(address, lambda store, prefix: obstore.list(store, prefix=prefix).collect())
     entries = [Entry(each["path"][start:], each["size"], parse_etag(each["e_tag"])) for each in stored]
     for name in (entry.name for entry in entries):
         while (name := name.rpartition("/")[0]) not in folders:
@@ -77,12 +82,12 @@ def list_files(address: str) -> Iterator[Entry]:
 
 
 def list_folders(address: str) -> list[str]:
-    found = call_with_store(address, lambda store, prefix: obstore.list_with_delimiter(store, prefix=prefix))
+    found = call_on_bucket(address, lambda store, prefix: obstore.list_with_delimiter(store, prefix=prefix))
     return sorted(prefix.rpartition("/")[2] for prefix in found["common_prefixes"])
 
 
 def write_file(address: str, content: bytes | Path, *, create: bool) -> None:
-    """Upload an object, in parts if large.
+    """Upload bytes, or the file at the path ``content``, to an object. Large content is uploaded in parts.
 
     With ``create``, the object must not exist and is uploaded in one request (on S3 at most 5 GB). A server that
     ignores the header If-None-Match replaces an existing object without an error.
@@ -93,35 +98,42 @@ def write_file(address: str, content: bytes | Path, *, create: bool) -> None:
     """
     parts: dict[str, Any] = {"chunk_size": PART_BYTES, "max_concurrency": 4}
     options = {"mode": "create", "use_multipart": False} if create else parts
-    call_with_store(address, lambda store, key: obstore.put(store, key, content, **options))
+    call_on_bucket(address, lambda store, key: obstore.put(store, key, content, **options))
 
 
 def delete_files(addresses: Sequence[str]) -> None:
-    """Delete objects of one bucket. A request deletes up to 1,000 objects on S3, 256 on Azure, and one on Google."""
+    """Delete objects of one bucket. A request deletes up to 1,000 objects on S3, 256 on Azure, and one on Google.
+
+    Raises:
+        UnavailableError: An object cannot be deleted.
+    """
     keys = [split_key(address)[1] for address in addresses]
-    call_with_store(addresses[0], lambda store, _: obstore.delete(store, keys))
+    call_on_bucket(addresses[0], lambda store, _: obstore.delete(store, keys))
 
 
-def call_with_store(address: str, action: Callable[[Any, str], Result], *, reads: bool = False) -> Result:
-    """Open the bucket of ``address`` and return ``action(store, key)``. Raises UnavailableError if either fails.
+def call_on_bucket(address: str, action: Callable[[Any, str], Result], *, reads: bool = False) -> Result:
+    """Return ``action(store, key)``, with obstore's store of the bucket and the key in ``address``.
 
-    If ``reads`` is True and access is denied, the bucket is listed to find out whether the object exists. If the list
-    lacks the object, the error is a MissingError.
+    If ``reads`` is True and access is denied, also lists the bucket to find out whether the object exists.
+
+    Raises:
+        MissingError: Access is denied, and the bucket's list does not contain the object.
+        UnavailableError: The store cannot be made, or ``action`` failed.
     """
     start, key = split_key(address)
     scheme, bucket = start.lower().partition("://")[0], start.split("/")[2]
-    store = get_bucket_store(scheme, bucket)
+    store = get_or_make_bucket_store(scheme, bucket)
     try:
         return action(store, key)
     except Exception as error:  # of obstore's classes, and some of Python's
-        failure = translate_error(error, anonymous="skip_signature" in store.config)
-        if reads and isinstance(failure, ForbiddenError) and is_missing(store, key):
+        failure = translate_obstore_error(error, anonymous="skip_signature" in store.config)
+        if reads and isinstance(failure, ForbiddenError) and is_known_to_be_missing(store, key):
             failure = MissingError(f"{failure}: the bucket's listing does not contain it")
         raise failure from None
 
 
-def is_missing(store: Any, key: str) -> bool:
-    """Return whether the bucket can be listed and does not contain the object.
+def is_known_to_be_missing(store: Any, key: str) -> bool:
+    """List the bucket, and return whether the list was readable and does not contain the object.
 
     For a missing object, a server answers 403 instead of 404 if the caller may not list the bucket.
     """
@@ -133,10 +145,11 @@ def is_missing(store: Any, key: str) -> bool:
         return False
 
 
-def translate_error(error: Exception, *, anonymous: bool = False) -> UnavailableError:
-    """Return the UnavailableError for an exception of obstore, with the status or else the first line.
+def translate_obstore_error(error: Exception, *, anonymous: bool = False) -> UnavailableError:
+    """Return the UnavailableError for an exception of obstore.
 
-    If ``anonymous`` is True, the text says that the request had no credentials.
+    The text has the HTTP status if known, else the exception's first line, without credentials. If ``anonymous`` is
+    True, the text says that the request had no credentials.
     """
     text = str(error)  # the lines after the first show Rust's structures
     is_conflict = "ConditionalRequestConflict" in text  # S3: another writer is at work, and may yet fail
@@ -144,7 +157,7 @@ def translate_error(error: Exception, *, anonymous: bool = False) -> Unavailable
         return transfer.ExistsError("an object with this name already exists")
     if (status := STATUS.search(text)) and "TokenRequest" not in text:  # else the status of another request
         unsigned = " (requested without credentials, as none were found)" if anonymous and status[1] in DENIED else ""
-        failure = transfer.http_status_error(int(status[1]), (status[2] or "") + unsigned)
+        failure = transfer.make_http_status_error(int(status[1]), (status[2] or "") + unsigned)
         failure.transient |= is_conflict
         return failure
     kind = next((kind for raised, kind in KINDS.items() if isinstance(error, raised)), UnavailableError)
@@ -160,11 +173,11 @@ USERS: set[int] = set()  # ids of processes that have used obstore: this process
 LOCK = threading.Lock()  # held while a store is made
 
 
-def get_bucket_store(scheme: str, bucket: str) -> Any:
-    """Return obstore's store of a bucket. Stores are cached, and a change of the clouds' variables makes a new store.
+def get_or_make_bucket_store(scheme: str, bucket: str) -> Any:
+    """Return obstore's store of a bucket from a cache, or a new store.
 
-    From then on, forks of this process cannot use object storage. A new store may ask servers for credentials and
-    region.
+    A new store may ask servers for credentials and region. If the clouds' environment variables have changed, a new
+    store is made. After the first call, forks of this process cannot use object storage.
 
     Raises:
         UnavailableError: The bucket's name, settings or credentials are unusable, or this process is a fork of a
@@ -185,13 +198,13 @@ def get_bucket_store(scheme: str, bucket: str) -> Any:
     except Exception as error:
         # google-auth marks transient errors, and botocore's transient errors have this name.
         transient = getattr(error, "retryable", False) or "RetrievalError" in type(error).__name__
-        words = f"settings or credentials for {scheme}:// cannot be used: {translate_error(error)}"
+        words = f"settings or credentials for {scheme}:// cannot be used: {translate_obstore_error(error)}"
         raise UnavailableError(words, transient=transient) from None
 
 
 @lru_cache(maxsize=32)
 def make_bucket_store(scheme: str, bucket: str, _: tuple[tuple[bytes, bytes], ...]) -> Any:
-    """Make obstore's store of a bucket. The variables serve only as the key of the cache."""
+    """Return a new store of obstore for a bucket. The environment variables are only the key of the cache."""
     if scheme == "s3":
         return clouds.make_s3_store(bucket)
     return clouds.make_google_store(bucket) if scheme == "gs" else clouds.make_azure_store(bucket)

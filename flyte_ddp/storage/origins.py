@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from flyte_ddp.core.settings import allowed_addresses
-from flyte_ddp.storage.addresses import scheme
+from flyte_ddp.storage.addresses import parse_scheme
 
 PORTS = {"http": 80, "https": 443}
 # IPv6 networks whose addresses end with an IPv4 address: NAT64 (RFC 6052), and IPv4-compatible (RFC 4291).
@@ -18,17 +18,17 @@ EMBEDDING = (IPv6Network("64:ff9b::/96"), IPv6Network("::/96"))
 ASSIGNED = (IPv4Network("192.0.0.0/24"),)  # reserved for protocols (RFC 6890), which not all Python releases know
 
 
-def origin_of(address: str) -> str:
+def parse_origin(address: str) -> str:
     """Return scheme, host and port of a web address, or scheme and bucket of an object, with a final slash."""
     return "/".join(normalise_address(address).split("/", 3)[:3]) + "/"
 
 
 def normalise_address(address: str) -> str:
-    """Return a remote address with the scheme in lower case.
+    """Return a remote address in a form in which equal addresses are equal texts.
 
-    Default port, query and fragment of a web address are removed.
+    The scheme is in lower case. Default port, query and fragment of a web address are removed.
     """
-    kind = scheme(address)
+    kind = parse_scheme(address)
     if kind not in PORTS:
         return f"{kind}://{address.partition('://')[2]}"
     url = parse_web_address(address)
@@ -39,7 +39,7 @@ def normalise_address(address: str) -> str:
 def parse_web_address(address: str) -> Any:
     """Return a web address as urllib3's ``Url``.
 
-    The library requests uses the same parser, so the checked host is the contacted host.
+    The library requests uses the same parser. Therefore the host that is checked is the host that is contacted.
 
     Raises:
         urllib3.exceptions.LocationParseError: The address is malformed.
@@ -49,18 +49,18 @@ def parse_web_address(address: str) -> Any:
     return parse_url(address)
 
 
-def may_be_named(address: str, source: str) -> bool:
-    """Return whether an index at ``source``, on a web server, may name ``address``.
+def may_index_list_address(address: str, source: str) -> bool:
+    """Return whether an index at ``source``, on a web server, is allowed to list ``address``.
 
-    Addresses on the same server and addresses in FLYTE_DDP_ALLOWED_ADDRESSES may be named.
+    Addresses on the same server and addresses in FLYTE_DDP_ALLOWED_ADDRESSES are allowed.
     """
     own = "/".join(source.split("/", 3)[:3])
     # The first comparison is fast and decides for nearly all of an index's 100,000 shards.
-    return address.startswith(f"{own}/") or origin_of(address) == origin_of(source) or is_allowed_address(address)
+    return address.startswith(f"{own}/") or parse_origin(address) == parse_origin(source) or is_allowed_address(address)
 
 
 def is_allowed_address(address: str) -> bool:
-    """Return whether FLYTE_DDP_ALLOWED_ADDRESSES has the address's origin, or a folder that contains the address.
+    """Return whether FLYTE_DDP_ALLOWED_ADDRESSES contains the address's origin, or a folder above the address.
 
     An address with ".." in its path is never allowed.
     """
@@ -69,16 +69,16 @@ def is_allowed_address(address: str) -> bool:
     return whole.startswith(folders) and ".." not in unquote(whole).split("/")
 
 
-def find_redirect_problem(source: str, target: str) -> str:
-    """Return why a redirect from ``source`` to ``target`` is rejected, or "" if accepted.
+def describe_redirect_problem(source: str, target: str) -> str:
+    """Return why a redirect from ``source`` to ``target`` is rejected, or "" if the redirect is allowed.
 
-    A redirect may lead to the same server, an allowed address or a public address, but not from https to another server
-    with http. The name of another host is resolved, without a timeout. An unknown name is accepted, because a proxy may
-    know the name.
+    A redirect may lead to the same server, to an address in FLYTE_DDP_ALLOWED_ADDRESSES, or to a public host. A
+    redirect from https to http is rejected, unless the target is in FLYTE_DDP_ALLOWED_ADDRESSES. Looks up the name of
+    another host, without a timeout. An unknown name is allowed, because a proxy may know the name.
     """
     if target.partition("://")[0].lower() not in PORTS:
         return ""  # requests rejects the address
-    here, there = origin_of(source), origin_of(target)
+    here, there = parse_origin(source), parse_origin(target)
     if there in (here, here.replace("http://", "https://", 1)) or is_allowed_address(target):
         return ""
     if here.startswith("https://") and there.startswith("http://"):
@@ -94,7 +94,7 @@ def find_redirect_problem(source: str, target: str) -> str:
 def is_public_ip(host: str) -> bool:
     """Return whether an IP address belongs to a public host.
 
-    An IPv6 address that contains an IPv4 address is judged by the IPv4 address, which a gateway may use.
+    For an IPv6 address that contains an IPv4 address, the IPv4 address decides, because a gateway may use it.
     """
     ip: IPv4Address | IPv6Address = ip_address(host.partition("%")[0])
     if isinstance(ip, IPv6Address):

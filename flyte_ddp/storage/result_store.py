@@ -20,7 +20,7 @@ STOPPED_SECONDS = 3.0  # wait for the last files in a pod that must stop and has
 
 @contextmanager
 def mirror_results(run_folder: Path, address: str, name: str, *, resuming: bool) -> Iterator[None]:
-    """Copy changed files below ``results/`` of the run folder to ``ADDRESS/NAME`` during the block.
+    """During the block, copy changed files below ``results/`` of the run folder to ``ADDRESS/NAME``.
 
     First writes ``events.jsonl`` to the address, also if it is empty, and retries an outage up to 3 times. Then a
     thread copies the files, and prints failures to stderr. The end of the block waits up to 60 s for the last files, or
@@ -30,7 +30,7 @@ def mirror_results(run_folder: Path, address: str, name: str, *, resuming: bool)
         run_folder: The folder of the run.
         address: A path, s3://, gs:// or az:// (empty: nothing is copied).
         name: The name of the folder at the address.
-        resuming: Whether to fetch earlier events first, if the run folder has none.
+        resuming: If True and the run folder has no events, first fetches the events of earlier attempts.
 
     Raises:
         UserError: The address contains the run folder, or cannot be written to.
@@ -80,13 +80,13 @@ class Mirror:
         self.folder, self.address = folder, address
         self.versions: dict[str, object] = {}  # of the last copies, by file name
         self.failure = ""  # of the last round of copies
-        place = storage.local_path(address)
+        place = storage.find_local_path(address)
         if place is not None and folder.resolve().is_relative_to(place.resolve()):
             raise UserError("the address contains the run folder")
-        here, there = folder / EVENTS, storage.join(address, EVENTS)
+        here, there = folder / EVENTS, storage.join_address(address, EVENTS)
         if resuming and not here.exists():
             try:
-                events = storage.retry(there, storage.read_file)
+                events = storage.call_with_retries(there, storage.read_file)
                 folder.mkdir(parents=True, exist_ok=True)
                 here.write_bytes(events)
             except storage.MissingError:
@@ -94,13 +94,13 @@ class Mirror:
             except storage.ForbiddenError as error:
                 print_to_stderr(f"results: {there} of earlier attempts cannot be read ({error}) and is replaced")
         content = here.read_bytes() if here.exists() else b""
-        storage.retry(there, lambda _: storage.write_file(there, content))
+        storage.call_with_retries(there, lambda _: storage.write_file(there, content))
 
     def copy_until_ended(self, ended: threading.Event) -> None:
-        """Copy changed files until ``ended`` is set, and once more afterwards.
+        """Copy changed files, again and again, until ``ended`` is set, and once more afterwards.
 
-        Each round sets ``failure`` to its first failure, or to "". Prints the first failure of consecutive failing
-        rounds.
+        After each round, ``failure`` is the round's first failure, or "". If the round before had no failure, prints
+        the failure to stderr.
         """
         last = False
         while not last:
@@ -114,7 +114,8 @@ class Mirror:
     def copy_changed_files(self) -> str:
         """Copy the files that have changed since their last copy. Hidden files are skipped.
 
-        Returns the first failure as text, or "" if no copy failed.
+        Returns:
+            The first failure as text, or "" if no copy failed.
         """
         failure = ""
         for path in list_files(self.folder):
@@ -123,7 +124,7 @@ class Mirror:
             name = path.relative_to(self.folder).as_posix()
             try:
                 if self.versions.get(name) != (version := file_version(path)):
-                    storage.write_file(storage.join(self.address, name), path.read_bytes())
+                    storage.write_file(storage.join_address(self.address, name), path.read_bytes())
                     self.versions[name] = version
             except Exception as error:  # the other files are still copied
                 failure = failure or f"{name} ({type(error).__name__}: {error})"

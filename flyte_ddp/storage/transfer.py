@@ -61,10 +61,10 @@ class AlteredError(UnavailableError):
     """The file has another digest, size or tag than expected."""
 
 
-def http_status_error(status: int, detail: str) -> UnavailableError:
-    """Return the error for an HTTP status and its reason. A status of 408, 429 or 5xx is transient.
+def make_http_status_error(status: int, detail: str) -> UnavailableError:
+    """Return the error for an HTTP status. ``detail`` is the reason, for the text.
 
-    A status of 404 or 410 gives a MissingError, and 403 a ForbiddenError.
+    The error is a MissingError for 404 and 410, and a ForbiddenError for 403. A status of 408, 429 or 5xx is transient.
     """
     kind = {403: ForbiddenError, 404: MissingError, 410: MissingError}.get(status, UnavailableError)
     return kind(f"HTTP {status} {detail}".strip(), transient=status >= 500 or status in (408, 429))
@@ -74,24 +74,29 @@ def parse_etag(header: str | None) -> str:
     return (header or "").removeprefix("W/").strip('"')
 
 
-def check_length(received: int, announced: int | None, *, remote: bool) -> None:
-    """Raise UnavailableError unless ``announced`` bytes were received. None accepts any number.
+def check_received_length(received: int, announced: int | None, *, remote: bool) -> None:
+    """Raise UnavailableError unless exactly ``announced`` bytes were received. None accepts any number.
 
-    The error is transient if ``remote`` is set.
+    The error is transient if ``remote`` is True.
     """
     if announced is not None and received != announced:
         what = "truncated after" if received < announced else "too long:"
         raise UnavailableError(f"{what} {received:,} of {announced:,} bytes", transient=remote)
 
 
-def retry(
+def call_with_retries(
     addresses: str | Sequence[str], action: Callable[[str], Result], note: Callable[[str], object] = lambda _: None
 ) -> Result:
-    """Call ``action(address)`` for each address of a file until a call succeeds, and return the result.
+    """Return ``action(address)``. If the call fails, wait, and try again.
 
-    Makes up to 4 rounds over the addresses, with random pauses of up to 1, 2 and 4 s. ``note`` is called with a
-    sentence before each pause. After a permanent error, or two AlteredErrors in a row, an address is skipped. A single
-    transient AlteredError may be a network fault. Exceptions other than UnavailableError pass through.
+    Makes up to 4 rounds over the addresses of a file, and returns the first result. Pauses have random lengths of up to
+    1, 2 and 4 s. After a permanent error, or two AlteredErrors in a row, an address is skipped. A single transient
+    AlteredError may be a network fault. Exceptions other than UnavailableError pass through.
+
+    Args:
+        addresses: The address of a file, or several addresses of the same file.
+        action: Reads or writes the file at an address.
+        note: Called with a sentence before each pause.
 
     Raises:
         UnavailableError: The last error of the address. For several addresses, the text has the last error of each.

@@ -131,7 +131,7 @@ def run_rung(trial: TrialResult, results: str, train: Callable[[Path], object]) 
         RankError: The machine failed, and a retry may succeed.
         UserError: The results cannot be read or written.
     """
-    address, start = storage.join(results, f"{trial.run}/{trial.steps_divisor}.json"), time.monotonic()
+    address, start = storage.join_address(results, f"{trial.run}/{trial.steps_divisor}.json"), time.monotonic()
     with suppress(MissingError):
         return replace(trial, **vars(read_progress(access_result(address, storage.read_file), address)))
     try:
@@ -171,7 +171,7 @@ def access_result(address: str, action: Callable[[str], Any]) -> Any:
         UserError: The address cannot be read or written.
     """
     try:
-        return storage.retry(address, action)
+        return storage.call_with_retries(address, action)
     except MissingError:
         raise
     except UnavailableError as failure:

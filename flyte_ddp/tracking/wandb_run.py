@@ -196,11 +196,11 @@ def describe_sending(run_folder: Path, settings: Settings) -> str:
     command = "send it with: python -m flyte_ddp.tracking send"
     if not settings.wandb_kept_at:
         return f"{command} {shlex.quote(shorten_path(run_folder))}"
-    place = storage.join(settings.wandb_kept_at, run_folder.name)
+    place = storage.join_address(settings.wandb_kept_at, run_folder.name)
     try:
         for name in (METRICS, PREDICTIONS):
             with suppress(FileNotFoundError), open_run_file(run_folder, name) as file:
-                storage.write_file(storage.join(place, name), file.read())
+                storage.write_file(storage.join_address(place, name), file.read())
     except Exception as error:
         return f"the metrics could not be uploaded to {place}: {error}"
     return f"{command} {run_folder.name} (stored in {place})"

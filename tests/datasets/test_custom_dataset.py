@@ -15,7 +15,7 @@ from flyte_ddp.core.errors import UserCodeError, UserError
 from flyte_ddp.core.progress import Progress
 from flyte_ddp.datasets import fetch, fingerprint, image_arrays, open_arrays
 from flyte_ddp.datasets.custom import CustomSet, arrays_from_result
-from flyte_ddp.storage.identity import content_identity
+from flyte_ddp.storage.identity import hash_address_content
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def test_a_source_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
         ("/proc/self/mem", "cannot be read: .*Input/output error"),  # root, who runs these tests in CI, reads others
     ):
         with pytest.raises(UserError, match=f"^data_source='{source}': {said}"):
-            content_identity(source)
+            hash_address_content(source)
 
 
 def test_what_runs_and_tools_write_into_a_folder_of_data_makes_no_other_data(tmp_path, monkeypatch) -> None:
@@ -185,50 +185,50 @@ def test_what_runs_and_tools_write_into_a_folder_of_data_makes_no_other_data(tmp
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cats").mkdir()
     Image.new("RGB", (8, 8)).save("cats/1.png")
-    before = content_identity(".")
+    before = hash_address_content(".")
     for name in ("runs/x/metrics.jsonl", "runs/x/results/1.png", "__pycache__/data.pyc", ".git/HEAD", ".venv/a/b.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("written")
-    assert content_identity(".") == before
+    assert hash_address_content(".") == before
     monkeypatch.setenv("FLYTE_DDP_RUNS", "elsewhere")
-    assert content_identity(".") != before, "another folder of that name counts"
+    assert hash_address_content(".") != before, "another folder of that name counts"
 
 
 def test_files_that_readers_write_and_that_the_folder_names_are_not_counted(tmp_path: Path) -> None:
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner/data.mdb").write_text("samples")
-    before = content_identity(str(tmp_path))
+    before = hash_address_content(str(tmp_path))
     for name in ("lock.mdb", "inner/cache-1f0c.arrow", "inner/scene.tif.aux.xml"):
         (tmp_path / name).write_text("written by a reader")
-    assert content_identity(str(tmp_path)) == before
+    assert hash_address_content(str(tmp_path)) == before
     for name in ("a.idx", "inner/b.idx", "inner/c.log"):
         (tmp_path / name).write_text("written by another reader")
-    assert content_identity(str(tmp_path)) != before
+    assert hash_address_content(str(tmp_path)) != before
     (tmp_path / ".flyteddpignore").write_text("# of a library\n*.idx\n\ninner/*.log\n")
-    assert content_identity(str(tmp_path)) == before
+    assert hash_address_content(str(tmp_path)) == before
     (tmp_path / "c.log").write_text("in another folder")
-    assert content_identity(str(tmp_path)) != before
+    assert hash_address_content(str(tmp_path)) != before
 
 
 def test_the_identity_of_files_and_folders_on_a_web_server(server: FileServer) -> None:
     server.tagged = False
     server.files = {"data.zip": b"content"}
     address = f"{server.url}/data.zip"
-    unmarked = content_identity(address)  # no header says anything, so it is read
+    unmarked = hash_address_content(address)  # no header says anything, so it is read
     server.files["data.zip"] = b"CONTENT"
-    assert content_identity(address) != unmarked
+    assert hash_address_content(address) != unmarked
     server.answers = {"ETag": '"one"'}
-    marked, requests = content_identity(address), len(server.requests)
-    assert content_identity(address) == marked
+    marked, requests = hash_address_content(address), len(server.requests)
+    assert hash_address_content(address) == marked
     assert len(server.requests) == requests + 2  # of SHA256SUMS, which is not there, and the headers alone
     server.answers = {"ETag": '"two"'}
-    assert content_identity(address) != marked
+    assert hash_address_content(address) != marked
     with pytest.raises(UserError, match=r"HTTP 404.*needs a SHA256SUMS"):
-        content_identity(f"{server.url}/folder")
+        hash_address_content(f"{server.url}/folder")
     server.answers, server.files = {}, {"folder/SHA256SUMS": b"one"}
-    before = content_identity(f"{server.url}/folder")
+    before = hash_address_content(f"{server.url}/folder")
     server.files, server.faults = {"folder/SHA256SUMS": b"two"}, {"folder/SHA256SUMS": [503]}
-    assert content_identity(f"{server.url}/folder") != before
+    assert hash_address_content(f"{server.url}/folder") != before
 
 
 class Raising:
@@ -265,4 +265,4 @@ def test_a_length_that_is_none(length: float, said: str) -> None:
 def test_a_line_of_the_ignore_file_that_would_do_nothing_is_refused(tmp_path: Path, line: bytes) -> None:
     (tmp_path / ".flyteddpignore").write_bytes(line)
     with pytest.raises(UserError, match=r"[.]flyteddpignore: ('.*' is not a pattern|is not a text file)"):
-        content_identity(str(tmp_path))
+        hash_address_content(str(tmp_path))

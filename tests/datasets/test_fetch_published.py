@@ -23,7 +23,7 @@ from flyte_ddp import catalog
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.datasets import DATASETS, fetch, fingerprint, open_arrays
 from flyte_ddp.datasets.published import CIFAR10, CIFAR10_FILE, FASHION_MNIST, MNIST, TEST_BATCH, TRAIN_BATCHES
-from flyte_ddp.storage.identity import content_identity
+from flyte_ddp.storage.identity import hash_address_content
 
 
 def test_the_tables_are_torchvisions() -> None:
@@ -88,16 +88,16 @@ def test_the_identity_of_a_prefix_changes_with_content_alone(served: S3Server, m
     inside = served.folder / "bucket" / "data" / "deeper"
     inside.mkdir(parents=True)
     (inside / "one").write_bytes(b"content")
-    before, status = content_identity("s3://bucket/data"), (inside / "one").stat()
+    before, status = hash_address_content("s3://bucket/data"), (inside / "one").stat()
     (served.folder / "bucket" / "database").write_bytes(b"a neighbour")
-    assert content_identity("s3://bucket/data") == content_identity("s3://bucket/data/") == before
+    assert hash_address_content("s3://bucket/data") == hash_address_content("s3://bucket/data/") == before
     (inside / "one").write_bytes(b"CONTENT")
     os.utime(inside / "one", ns=(status.st_atime_ns, status.st_mtime_ns))
-    changed = content_identity("s3://bucket/data")
+    changed = hash_address_content("s3://bucket/data")
     (inside / "two").write_bytes(b"")
-    assert len({before, changed, content_identity("s3://bucket/data")}) == 3
+    assert len({before, changed, hash_address_content("s3://bucket/data")}) == 3
     with pytest.raises(UserError, match="cannot be read: no such file"):
-        content_identity("s3://bucket/dat")
+        hash_address_content("s3://bucket/dat")
 
 
 FOLDER = "cifar-10-batches-py"

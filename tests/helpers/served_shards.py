@@ -70,7 +70,7 @@ def open_all(cache: ShardCache, shards: Sequence[Shard], threads: int, seed: int
     def read(thread: int) -> int:
         wrong = 0
         for shard in random.Random(f"{seed} {thread}").sample(list(shards), len(shards)):
-            with cache.open_shard(shard) as file:
+            with cache.open_or_download_shard(shard) as file:
                 wrong += hashlib.sha256(file.read()).hexdigest() != shard.sha256
         return wrong
 
@@ -81,14 +81,14 @@ def open_all(cache: ShardCache, shards: Sequence[Shard], threads: int, seed: int
 
 def hold(cache: ShardCache, shard: Shard, pipe: Connection) -> None:
     """Keep a shard open until a message comes through the pipe."""
-    with cache.open_shard(shard):
+    with cache.open_or_download_shard(shard):
         pipe.send("open")
         pipe.recv()
 
 
 def fetch_only(cache: ShardCache, shard: Shard) -> None:
     """Fetch a shard by opening and closing the shard."""
-    cache.open_shard(shard).close()
+    cache.open_or_download_shard(shard).close()
 
 
 def stalled_download(server: FileServer, cache: ShardCache, shard: Shard) -> SpawnProcess:
@@ -110,7 +110,7 @@ def sizes_in(folder: Path) -> dict[str, int]:
 
 
 def content_of(cache: ShardCache, shard: Shard) -> bytes:
-    with cache.open_shard(shard) as file:
+    with cache.open_or_download_shard(shard) as file:
         return file.read()
 
 

@@ -17,7 +17,7 @@ from flyte_ddp import storage
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.shards.dataset import ShardDataset
 from flyte_ddp.shards.scanning import HashedStream, create_index, tables_path, verify_index
-from flyte_ddp.shards.tar import MOST_HEADER_BYTES, SampleTable, iterate_members, table_digest
+from flyte_ddp.shards.tar import MOST_HEADER_BYTES, SampleTable, hash_table, iterate_tar_members
 
 MIB = 1 << 20
 METADATA = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
@@ -48,7 +48,7 @@ def test_metadata_headers_have_a_limit(kind: bytes, tmp_path: Path) -> None:
             with (tmp_path / "a.tar").open("rb") as file:
                 for each in (file, HashedStream(iter([content]))):
                     with pytest.raises(UserError, match=rf"x\.tar: .*a metadata header of {size:,} bytes, above the"):
-                        list(iterate_members(each, "x.tar"))
+                        list(iterate_tar_members(each, "x.tar"))
 
         assert peak_of(read) < MIB
 
@@ -57,7 +57,7 @@ def test_long_names_within_the_limit_are_read() -> None:
     name = "n" * (MOST_HEADER_BYTES - BLOCK) + ".jpg"
     for form in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
         content = tar_bytes([(name, b"1")], form)
-        assert [member.key + member.extension for member, _ in iterate_members(io.BytesIO(content), "x")] == [name]
+        assert [member.key + member.extension for member, _ in iterate_tar_members(io.BytesIO(content), "x")] == [name]
 
 
 @pytest.mark.parametrize("name", ["a.cls", "a.jpg", "a.bin"])
@@ -77,7 +77,7 @@ def test_files_that_claim_more_than_the_shard_has(name: str, tmp_path: Path) -> 
             with pytest.raises(UserError, match=lack):
                 ShardDataset(tmp_path / "index.json", tmp_path / "cache")[0]
             with shard.open("rb") as file, pytest.raises(UserError, match=lack):
-                list(iterate_members(file, "x.tar", lambda _: True))
+                list(iterate_tar_members(file, "x.tar", lambda _: True))
 
         assert peak_of(read) < 16 * MIB
 
@@ -116,7 +116,7 @@ def test_a_false_table_is_replaced_by_reading_the_shard(changed: str, tmp_path: 
         made = TABLES[changed](dict(stored))
     table = made if isinstance(made, bytes) else saved(**made)
     tables_path(index).write_bytes(table)
-    content["shardlist"][0]["table"] = [0, len(table), table_digest(table)]
+    content["shardlist"][0]["table"] = [0, len(table), hash_table(table)]
     index.write_text(json.dumps(content))
 
     def read() -> None:
@@ -128,10 +128,10 @@ def test_a_false_table_is_replaced_by_reading_the_shard(changed: str, tmp_path: 
 
 def test_a_true_table_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = indexed(tmp_path, samples(5))
-    monkeypatch.setattr("flyte_ddp.shards.dataset.iterate_members", None)
+    monkeypatch.setattr("flyte_ddp.shards.dataset.iterate_tar_members", None)
     assert len(ShardDataset(index, tmp_path / "cache", decode=False)[4][".bin"])
     table = tables_path(index).read_bytes()
-    assert len(SampleTable.from_bytes(table, storage.stat_file(str(tmp_path / "0.tar")).size)) == 5
+    assert len(SampleTable.from_npz_bytes(table, storage.stat_file(str(tmp_path / "0.tar")).size)) == 5
 
 
 def mutate(source: random.Random) -> bytes:
@@ -149,7 +149,7 @@ def mutate(source: random.Random) -> bytes:
             field = tarfile.itn(source.choice((-1, 1, 513, 2**33, 2**40, 2**59, 2**62)), 12, tarfile.GNU_FORMAT)
             start, length = 124, 12  # the size
         elif kind == 2:
-            field = source.choice(b"012345678LKSxgXDMNV\0").to_bytes()
+            field = source.choice(b"012345678LKSxgXDMNV\0").to_npz_bytes()
             start, length = 156, 1  # the type
         else:
             field = source.choice((b"\0", b"7", b"/", b"../", b"\xff")) * length
@@ -170,7 +170,7 @@ def test_headers_that_are_changed_at_random() -> None:
         found = []
         for file in (io.BytesIO(content), HashedStream(content[i : i + 700] for i in range(0, len(content), 700))):
             try:
-                read = list(iterate_members(file, "x.tar", lambda _: True))
+                read = list(iterate_tar_members(file, "x.tar", lambda _: True))
             except UserError as error:
                 found.append(error.message.partition(" (")[0])
                 refused += 1

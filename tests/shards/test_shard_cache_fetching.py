@@ -73,7 +73,7 @@ def test_damage_on_this_machine_that_leaves_the_size_as_it_was(kind: str, tmp_pa
     (tmp_path / "x.tar").write_bytes(blob(0)[:-1] + b"?")
     for _ in range(2):
         with pytest.raises(UserError, match=rf"x\.tar: its {kind} is \w+, but the index lists \w+"):
-            cache.open_shard(shard)
+            cache.open_or_download_shard(shard)
     local_shard(tmp_path / "x.tar")
     assert content_of(cache, shard) == blob(0)
 
@@ -90,7 +90,7 @@ def test_a_file_is_compared_with_its_digest_once_until_it_changes(digested: list
     path.write_bytes(blob(1))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(UserError, match="its sha256 is"):
-        ShardCache(tmp_path / "cache").open_shard(shard)
+        ShardCache(tmp_path / "cache").open_or_download_shard(shard)
     assert digested == ["x.tar"] * 2
     (tmp_path / "file").write_text("")
     for _ in range(2):  # each time, where nothing can be written
@@ -104,11 +104,11 @@ def test_an_altered_copy_is_fetched_again(
     """One byte, of the same size. An unaltered copy is hashed once, whoever uses it how often."""
     shard, cache = serve(server, "x.tar", blob(0)), ShardCache(tmp_path)
     assert content_of(cache, shard) == blob(0)
-    with cache.shard_path(shard).open("r+b") as file:
+    with cache.cached_path(shard).open("r+b") as file:
         file.write(bytes([blob(0)[0] ^ 1]))
     assert content_of(cache, shard) == blob(0)
     assert server.counts == {"x.tar": 2}
-    assert f"its cached copy {cache.shard_path(shard)} was altered" in capsys.readouterr().err
+    assert f"its cached copy {cache.cached_path(shard)} was altered" in capsys.readouterr().err
     monkeypatch.setattr(cache_module, "hash_file", None)
     assert [content_of(ShardCache(tmp_path), shard) for _ in range(2)] == [blob(0)] * 2
 
@@ -126,7 +126,7 @@ def test_a_link_in_the_place_of_a_download_is_not_followed(server: FileServer, t
     shard, cache, other = serve(server, "x.tar", blob(0)), ShardCache(tmp_path / "cache"), tmp_path / "another file"
     other.write_bytes(b"of the user's")
     cache.folder.mkdir()
-    cache.shard_path(shard).with_suffix(".part").symlink_to(other)
+    cache.cached_path(shard).with_suffix(".part").symlink_to(other)
     assert content_of(cache, shard) == blob(0)
     assert other.read_bytes() == b"of the user's"
 
@@ -146,7 +146,7 @@ def test_a_fault_that_passes_is_retried(server: FileServer, tmp_path: Path, dige
     server.faults["x.tar"] = [fault]
     assert content_of(cache, shard) == blob(0)
     assert server.counts == {"x.tar": 2}
-    assert sizes_in(tmp_path) == {cache.shard_path(shard).name: 20_000}
+    assert sizes_in(tmp_path) == {cache.cached_path(shard).name: 20_000}
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_fault_that_stays_is_one_error_and_leaves_nothing(
     shard = serve(server, "x.tar", blob(0), digest="md5")._replace(**changes)
     server.faults["x.tar"] = [fault] * 9
     with pytest.raises(UserError, match=f"^shard {shard.url}: {said}.*$"):
-        ShardCache(tmp_path).open_shard(shard)
+        ShardCache(tmp_path).open_or_download_shard(shard)
     assert server.counts == {"x.tar": tries}
     assert sizes_in(tmp_path) == {}
 
@@ -174,14 +174,14 @@ def test_a_body_that_does_not_say_how_long_it_is(server: FileServer, tmp_path: P
     server.faults["x.tar"] = ["unannounced"] * 3
     assert content_of(ShardCache(tmp_path), shard) == blob(0)
     with pytest.raises(UserError, match="more than 19,999 bytes"):
-        ShardCache(tmp_path).open_shard(shard._replace(size=19_999))
+        ShardCache(tmp_path).open_or_download_shard(shard._replace(size=19_999))
 
 
 def test_a_killed_download_is_cleaned_up_by_whoever_fetches_next(server: FileServer, tmp_path: Path) -> None:
     cache = ShardCache(tmp_path)
     stalling, other = (serve(server, f"{seed}.tar", blob(seed)) for seed in range(2))
     process = stalled_download(server, cache, stalling)
-    part = cache.shard_path(stalling).with_suffix(".part")
+    part = cache.cached_path(stalling).with_suffix(".part")
     assert sizes_in(tmp_path) == {part.name: 20_000}  # its room is taken from the start
     # What another process is fetching is left alone, and who wants the same shard waits.
     assert content_of(cache, other) == blob(1)
@@ -193,4 +193,4 @@ def test_a_killed_download_is_cleaned_up_by_whoever_fetches_next(server: FileSer
     waiting.join(DEADLINE)
     assert got == [blob(0)]
     assert server.counts == {"0.tar": 2, "1.tar": 1}
-    assert sizes_in(tmp_path) == {cache.shard_path(shard).name: 20_000 for shard in (stalling, other)}
+    assert sizes_in(tmp_path) == {cache.cached_path(shard).name: 20_000 for shard in (stalling, other)}

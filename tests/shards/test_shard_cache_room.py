@@ -21,7 +21,7 @@ def kept(cache: ShardCache, shards: list[Shard]) -> list[bool]:
 
 def fetch(cache: ShardCache, *shards: Shard) -> None:
     for shard in shards:
-        cache.open_shard(shard).close()
+        cache.open_or_download_shard(shard).close()
 
 
 def test_what_was_not_used_for_longest_is_removed(server: FileServer, tmp_path: Path) -> None:
@@ -48,16 +48,16 @@ def test_what_is_open_stays(server: FileServer, tmp_path: Path) -> None:
     process = SPAWN.Process(target=hold, args=(cache, held, theirs), daemon=True)
     process.start()
     assert ours.poll(DEADLINE)
-    with cache.open_shard(here) as file:
+    with cache.open_or_download_shard(here) as file:
         fetch(cache, third, fourth)
         assert kept(cache, shards) == [True, True, False, True]
         said = r"too low by 20,000 for shards .*CACHE_BYTES"
-        with cache.open_shard(fourth), pytest.raises(CacheFullError, match=said):
-            cache.open_shard(third)
+        with cache.open_or_download_shard(fourth), pytest.raises(CacheFullError, match=said):
+            cache.open_or_download_shard(third)
         assert file.read() == blob(1)
     ours.send("close")
     process.join(DEADLINE)
-    with cache.open_shard(fourth), cache.open_shard(here):
+    with cache.open_or_download_shard(fourth), cache.open_or_download_shard(here):
         fetch(cache, third)
     assert kept(cache, shards) == [False, True, True, True]
     assert sorted(sizes_in(tmp_path).values()) == [20_000] * 3
@@ -69,8 +69,8 @@ def test_the_room_of_a_killed_download_is_given_back(server: FileServer, tmp_pat
     process = stalled_download(server, cache, killed)
     process.kill()
     process.join(DEADLINE)
-    with cache.open_shard(others[0]), cache.open_shard(others[1]):
-        assert sizes_in(tmp_path) == {cache.shard_path(shard).name: 20_000 for shard in others}
+    with cache.open_or_download_shard(others[0]), cache.open_or_download_shard(others[1]):
+        assert sizes_in(tmp_path) == {cache.cached_path(shard).name: 20_000 for shard in others}
 
 
 def test_the_limit_holds_for_shards_of_unknown_size(server: FileServer, tmp_path: Path, monkeypatch) -> None:
@@ -80,15 +80,15 @@ def test_the_limit_holds_for_shards_of_unknown_size(server: FileServer, tmp_path
     server.faults = {f"{seed}.tar": ["unannounced"] * 2 for seed in range(3)}
     cache = ShardCache(tmp_path, limit=50_000)
     assert [content_of(cache, shard) for shard in (a, b)] == [blob(0), blob(1)]
-    with cache.open_shard(a):
+    with cache.open_or_download_shard(a):
         assert content_of(cache, c) == blob(2)
     assert kept(cache, shards) == [True, False, True]
     assert sorted(sizes_in(tmp_path).values()) == [20_000] * 2
     with pytest.raises(UserError, match=r"limit of 15,500 bytes is below the 16,000"):
-        ShardCache(tmp_path, limit=15_500).open_shard(b)
+        ShardCache(tmp_path, limit=15_500).open_or_download_shard(b)
     server.requests.clear()
     with pytest.raises(UserError, match=f"shard cache {tmp_path}: its limit of 19,999 bytes is below the 20,000"):
-        ShardCache(tmp_path, limit=19_999).open_shard(serve(server, "x.tar", blob(3)))
+        ShardCache(tmp_path, limit=19_999).open_or_download_shard(serve(server, "x.tar", blob(3)))
     assert server.requests == []
 
 
@@ -116,18 +116,18 @@ with file_server() as server:
     shards = [serve(server, f"{seed}.tar", blob(seed, 300_000)) for seed in range(5)]
     cache = ShardCache(folder / "cache")
     for seed, shard in enumerate(shards):
-        with cache.open_shard(shard) as file:
+        with cache.open_or_download_shard(shard) as file:
             assert file.read() == blob(seed, 300_000)
     print("kept", [cache.holds_shard(shard) for shard in shards])
-    held = [cache.open_shard(shard) for shard in shards[2:]]
+    held = [cache.open_or_download_shard(shard) for shard in shards[2:]]
     try:
-        cache.open_shard(shards[0])
+        cache.open_or_download_shard(shards[0])
     except UserError as error:
         print(error.message, sorted(sizes_in(cache.folder).values()))
     subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
-    print("read", cache.open_shard(shards[2]).read() == blob(2, 300_000))
+    print("read", cache.open_or_download_shard(shards[2]).read() == blob(2, 300_000))
     try:
-        cache.open_shard(shards[0])
+        cache.open_or_download_shard(shards[0])
     except UserError as error:
         print(error.message)
 """

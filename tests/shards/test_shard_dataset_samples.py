@@ -111,10 +111,10 @@ def test_damage_in_the_cache_names_the_cached_file(server: FileServer, tmp_path:
     cache = ShardCache(tmp_path)
     dataset = ShardDataset(served.index, cache)
     assert dataset[3][".cls"] == 3
-    path = cache.shard_path(served.index.shards[0])
+    path = cache.cached_path(served.index.shards[0])
     content = path.read_bytes()
-    with dataset.reader.open_shard(0) as shard:
-        _, member = shard.table.sample_members(3)
+    with dataset.reader.hold_shard_open(0) as shard:
+        _, member = shard.table.list_sample_members(3)
     path.write_bytes(content[: member.offset] + b"?" + content[member.offset + 1 :])
     with pytest.raises(UserError, match=rf"\.cls cannot be decoded .* \(cached in {path}\)$"):
         dataset[3]
@@ -150,9 +150,9 @@ def flip_bit(tables: Path) -> None:
 def test_without_its_tables_an_index_is_as_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = indexed(tmp_path, samples(5), samples(5, prefix="b"))
     read: list[str] = []
-    tabulate = dataset_module.tabulate_members
+    tabulate = dataset_module.group_members_into_samples
     noted = lambda found, shard: read.append(shard) or tabulate(found, shard)  # noqa: E731
-    monkeypatch.setattr(dataset_module, "tabulate_members", noted)
+    monkeypatch.setattr(dataset_module, "group_members_into_samples", noted)
     expected = all_of(ShardDataset(index, tmp_path / "cache"))
     assert read == []  # the tables are used
     for damage in (flip_bit, lambda tables: os.truncate(tables, tables.stat().st_size // 2), Path.unlink):

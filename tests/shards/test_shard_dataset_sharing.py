@@ -80,7 +80,7 @@ def test_shards_are_fetched_ahead(server: FileServer, tmp_path: Path) -> None:
     server.faults["2.tar"] = [404]
     reader = ShardReader(served.index, ShardCache(tmp_path))
     for _ in range(3):
-        reader.prefetch_shards([0, 1, 2])
+        reader.prefetch_in_threads([0, 1, 2])
     for thread in [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]:
         thread.join(DEADLINE)
     assert [reader.cache.holds_shard(shard) for shard in served.index.shards] == [True, True, False]
@@ -108,11 +108,11 @@ def test_a_forked_child_neither_waits_for_its_parents_locks_nor_frees_them(serve
     """It is forked while another thread holds the reader's lock, closes what it has inherited, and reads itself."""
     served = serve_samples(server, 5, 5)
     cache = ShardCache(tmp_path)
-    path = cache.shard_path(served.index.shards[0])
+    path = cache.cached_path(served.index.shards[0])
     reader = ShardReader(served.index, cache)
     first = reader.read_sample(0)
     reading, writing = os.pipe()
-    with reader.open_shard(0) as shard:
+    with reader.hold_shard_open(0) as shard:
         with reader.open_shards.lock, shard.lock:
             child = os.fork()
             if child == 0:
@@ -122,8 +122,8 @@ def test_a_forked_child_neither_waits_for_its_parents_locks_nor_frees_them(serve
                 os._exit(0)
         assert os.read(reading, 20) == b"same"
         assert os.waitpid(child, 0)[1] == 0
-        assert cache.evict_file(path) == 0  # the parent's lock is still there
+        assert cache.evict_file_if_unlocked(path) == 0  # the parent's lock is still there
         assert reader.read_sample(0) == first
-    assert cache.evict_file(path) > 0
+    assert cache.evict_file_if_unlocked(path) > 0
     os.close(reading)
     os.close(writing)

@@ -111,7 +111,7 @@ def test_samples_are_found_also_among_empty_shards() -> None:
     counts = [0, 3, 0, 0, 2, 1, 0]
     index = ShardIndex("", [Shard(f"{i}.tar", count) for i, count in enumerate(counts)])
     expected = [(shard, inside) for shard, count in enumerate(counts) for inside in range(count)]
-    assert [index.locate(sample) for sample in range(len(index))] == expected
+    assert [index.locate_sample(sample) for sample in range(len(index))] == expected
 
 
 def test_the_digest_changes_with_what_identifies_the_content(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from flyte_ddp.shards import scanning
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardDataset, ShardReader
 from flyte_ddp.shards.index import Part, read_index
-from flyte_ddp.shards.scanning import create_index, expand_ranges, join_indexes, verify_index
+from flyte_ddp.shards.scanning import create_index, expand_address_ranges, join_indexes, verify_index
 
 
 @pytest.mark.slow
@@ -44,13 +44,19 @@ def test_an_index_of_remote_shards(server: FileServer, tmp_path: Path, monkeypat
 
 
 def test_patterns_of_names() -> None:
-    assert [name for url in ("a", "b{08..11}c") for name in expand_ranges(url)] == ["a", "b08c", "b09c", "b10c", "b11c"]
-    assert expand_ranges("{9..10}/{000..001}") == ["9/000", "9/001", "10/000", "10/001"]
-    assert expand_ranges("{5..4}") == []
+    assert [name for url in ("a", "b{08..11}c") for name in expand_address_ranges(url)] == [
+        "a",
+        "b08c",
+        "b09c",
+        "b10c",
+        "b11c",
+    ]
+    assert expand_address_ranges("{9..10}/{000..001}") == ["9/000", "9/001", "10/000", "10/001"]
+    assert expand_address_ranges("{5..4}") == []
     with pytest.raises(UserError, match=r"^s\{0\.\.99999999999\}\.tar: expands to 100,000,000,000 shards"):
-        expand_ranges("s{0..99999999999}.tar")
+        expand_address_ranges("s{0..99999999999}.tar")
     with pytest.raises(UserError, match="expands to 16,000,000 shards"):
-        expand_ranges("{1..4000}/{1..4000}")
+        expand_address_ranges("{1..4000}/{1..4000}")
 
 
 def test_a_label_out_of_range(tmp_path: Path) -> None:

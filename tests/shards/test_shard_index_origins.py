@@ -14,7 +14,7 @@ from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.settings import ALLOWED
 from flyte_ddp.shards.dataset import ShardDataset
 from flyte_ddp.shards.index import read_index
-from flyte_ddp.storage.origins import find_redirect_problem, is_public_ip
+from flyte_ddp.storage.origins import describe_redirect_problem, is_public_ip
 
 FOREIGN = [
     "http://169.254.169.254/latest/meta-data/iam/security-credentials/",
@@ -89,9 +89,9 @@ def test_which_addresses_are_public() -> None:
 
 def test_a_redirect_does_not_leave_encryption() -> None:
     problem = "which is not encrypted, unlike the original address"
-    assert find_redirect_problem("https://1.1.1.1/a", "http://1.1.1.1/a") == problem
-    assert find_redirect_problem("https://1.1.1.1/a", "http://1.0.0.1/a") == problem
-    assert find_redirect_problem("http://1.1.1.1/a", "https://1.0.0.1/a") == ""
+    assert describe_redirect_problem("https://1.1.1.1/a", "http://1.1.1.1/a") == problem
+    assert describe_redirect_problem("https://1.1.1.1/a", "http://1.0.0.1/a") == problem
+    assert describe_redirect_problem("http://1.1.1.1/a", "https://1.0.0.1/a") == ""
 
 
 def test_redirects_to_private_addresses(server: FileServer, other: FileServer, tmp_path: Path, monkeypatch) -> None:
@@ -101,7 +101,7 @@ def test_redirects_to_private_addresses(server: FileServer, other: FileServer, t
         server.redirects["secret"] = f"{origin}secret"
         said = rf"redirected to {origin}, .*; .*set {ALLOWED}={origin}$"
         with pytest.raises(storage.UnavailableError, match=said) as caught:
-            storage.retry(f"{server.url}/secret", storage.read_file)
+            storage.call_with_retries(f"{server.url}/secret", storage.read_file)
         assert not caught.value.transient
     assert other.requests == []
     for target, problem in (

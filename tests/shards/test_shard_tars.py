@@ -18,7 +18,7 @@ from flyte_ddp.core.errors import UserError
 from flyte_ddp.shards.dataset import ShardDataset
 from flyte_ddp.shards.index import Shard, ShardIndex
 from flyte_ddp.shards.scanning import HashedStream
-from flyte_ddp.shards.tar import Member, SampleTable, iterate_members, tabulate_members
+from flyte_ddp.shards.tar import Member, SampleTable, group_members_into_samples, iterate_tar_members
 
 FORMATS = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)
 
@@ -30,17 +30,17 @@ def as_stream(content: bytes) -> HashedStream:
 
 def members_of(content: bytes) -> list[Member]:
     """Return the members; assert that a seekable file and a stream give the same."""
-    seekable, stream = (list(iterate_members(file, "x.tar")) for file in (io.BytesIO(content), as_stream(content)))
+    seekable, stream = (list(iterate_tar_members(file, "x.tar")) for file in (io.BytesIO(content), as_stream(content)))
     assert seekable == stream
     return [member for member, _ in seekable]
 
 
 def table_of(content: bytes) -> SampleTable:
-    return tabulate_members(members_of(content), "x.tar")
+    return group_members_into_samples(members_of(content), "x.tar")
 
 
 def grouped(table: SampleTable) -> list[tuple[str, list[str]]]:
-    return [(key, [member.extension for member in table.sample_members(i)]) for i, key in enumerate(table.keys)]
+    return [(key, [member.extension for member in table.list_sample_members(i)]) for i, key in enumerate(table.keys)]
 
 
 def is_seen(name: str) -> bool:
@@ -58,7 +58,7 @@ def check_against_tarfile(content: bytes) -> None:
         ]
     found = members_of(content)
     assert [(m.key, m.extension, m.offset, m.size) for m in found] == [(k, e, o, len(c)) for k, e, o, c in expected]
-    wanted = iterate_members(as_stream(content), "x.tar", lambda member: member.extension == ".b")
+    wanted = iterate_tar_members(as_stream(content), "x.tar", lambda member: member.extension == ".b")
     given = [inside for _, inside in wanted]
     assert given == [inside if extension == ".b" else None for _, extension, _, inside in expected]
 
@@ -95,10 +95,10 @@ def test_names_that_are_long_or_not_english() -> None:
         content = tar_bytes(files, form)
         check_against_tarfile(content)
         table = table_of(content)
-        again = SampleTable.from_bytes(table.to_bytes(), len(content))
+        again = SampleTable.from_npz_bytes(table.to_npz_bytes(), len(content))
         assert again.keys == table.keys == ("first", name, "z")
-        assert [again.sample_members(i) for i in range(3)] == [table.sample_members(i) for i in range(3)]
-    assert len(SampleTable.from_bytes(table_of(tar_bytes([])).to_bytes(), 10_240)) == 0
+        assert [again.list_sample_members(i) for i in range(3)] == [table.list_sample_members(i) for i in range(3)]
+    assert len(SampleTable.from_npz_bytes(table_of(tar_bytes([])).to_npz_bytes(), 10_240)) == 0
 
 
 def test_hidden_files_are_passed_over_as_by_webdataset() -> None:
@@ -132,7 +132,7 @@ def test_what_is_no_plain_file_below_the_folder_is_refused() -> None:
         for content in [tar_bytes([("first.b", b"1"), (header, b"")], form) for form in forms]:
             for file in (io.BytesIO(content), as_stream(content)):
                 with pytest.raises(UserError, match=f"^shard x.tar: .*{said}.*$"):
-                    list(iterate_members(file, "x.tar"))
+                    list(iterate_tar_members(file, "x.tar"))
 
 
 WHOLE = tar_bytes(
@@ -148,16 +148,16 @@ BOTH = pytest.mark.parametrize("content", [WHOLE, GNU], ids=["pax", "gnu"])
 @pytest.mark.slow
 def test_cut_short_at_any_byte(content: bytes) -> None:
     """It is an error, or all that is missing is a part of the zeros at the end."""
-    whole = list(iterate_members(io.BytesIO(content), "x.tar"))
+    whole = list(iterate_tar_members(io.BytesIO(content), "x.tar"))
     last = whole[-1][0]
     end = last.offset + -(-last.size // BLOCK) * BLOCK
     for length in range(0, len(content), STEP):
         for file in (io.BytesIO(content[:length]), as_stream(content[:length])):
             if length < end + BLOCK:
                 with pytest.raises(UserError, match=r"x\.tar: not a complete, .*\((cut short|empty) at byte"):
-                    list(iterate_members(file, "x.tar"))
+                    list(iterate_tar_members(file, "x.tar"))
             else:
-                assert list(iterate_members(file, "x.tar")) == whole
+                assert list(iterate_tar_members(file, "x.tar")) == whole
 
 
 def header_blocks(content: bytes) -> list[int]:
@@ -178,7 +178,7 @@ def test_a_flipped_bit_in_any_header(content: bytes) -> None:
             damaged = bytearray(content)
             damaged[place + bit // 8] ^= 1 << bit % 8
             try:
-                found = [member[:4] for member, _ in iterate_members(io.BytesIO(damaged), "x.tar")]
+                found = [member[:4] for member, _ in iterate_tar_members(io.BytesIO(damaged), "x.tar")]
             except UserError:
                 continue
             assert found == whole

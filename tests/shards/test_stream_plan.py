@@ -34,12 +34,12 @@ Shards = Callable[[list[int]], list[str]]
 def test_the_published_mistake_is_refused_with_the_published_fixes() -> None:
     plan = StreamPlan(SIMDIST, np.array(PUBLISHED))
     assert plan.batches.tolist() == [36, 26, 26]
-    assert plan.suggest_options()[:2] == [{"nbatches": 26}, {"nbatches": 36, "dsrepeat": 2}]
+    assert plan.suggest_option_changes()[:2] == [{"nbatches": 26}, {"nbatches": 36, "dsrepeat": 2}]
     with pytest.raises(UserError, match=r"the ranks get 26 to 36 batches: .* use nbatches=26, or nbatches=36 with"):
-        plan.refuse_inexact()
+        plan.check_exact()
     for way in ({"nbatches": 26}, {"nbatches": 36, "dsrepeat": 2}):
         fixed = StreamPlan(replace(SIMDIST, **way), np.array(PUBLISHED))
-        fixed.refuse_inexact()
+        fixed.check_exact()
         assert fixed.batches.tolist() == [way["nbatches"]] * 3
 
 
@@ -57,7 +57,7 @@ def test_suggestions_make_it_exact(counts, ranks, batch_size, workers, nbatches,
         ranks=ranks, batch_size=batch_size, workers=workers, nbatches=nbatches, partial=partial, repeat=repeat
     )
     present = StreamPlan(loaders, np.array(counts))
-    for way in present.suggest_options():
+    for way in present.suggest_option_changes():
         assert StreamPlan(replace(loaders, **way), np.array(counts)).is_exact
         if way.keys() == {"nbatches"} and present.batches.min() != present.batches.max():
             assert not StreamPlan(replace(loaders, nbatches=way["nbatches"] + 1), np.array(counts)).is_exact
@@ -75,9 +75,9 @@ def test_the_command_prints_the_plan_and_fails_where_ddp_would_hang() -> None:
 def test_batches_that_no_worker_can_fill() -> None:
     few = Loaders(ranks=2, batch_size=4, workers=2, dsrepeat=5)
     plan = StreamPlan(few, np.array([3, 3, 2, 3]))
-    assert not any("nbatches" in way for way in plan.suggest_options())
+    assert not any("nbatches" in way for way in plan.suggest_option_changes())
     with pytest.raises(UserError, match="batch_size=4: no worker has more than 3 samples"):
-        plan.refuse_inexact()
+        plan.check_exact()
     assert StreamPlan(replace(few, partial=True), plan.counts).batches.tolist() == [10, 10]
 
 

@@ -9,7 +9,15 @@ from surroundings import object_stores, s3_environment, set_variables
 
 from flyte_ddp import storage
 from flyte_ddp.core.errors import UserError
-from flyte_ddp.storage import UnavailableError, clouds, join, local_path, parent, resolve, scheme
+from flyte_ddp.storage import (
+    UnavailableError,
+    clouds,
+    find_local_path,
+    join_address,
+    parent_address,
+    parse_scheme,
+    resolve_address,
+)
 from flyte_ddp.storage import objects as objects_module
 
 
@@ -38,7 +46,7 @@ def test_settings_of_s3_that_cannot_work(server: FileServer, monkeypatch, variab
     s3_environment(server.url, monkeypatch)
     set_variables(variables, monkeypatch)
     with pytest.raises(UnavailableError, match=said):
-        storage.retry("s3://bucket/x" if variables else "s3://a bucket/x", storage.read_file)
+        storage.call_with_retries("s3://bucket/x" if variables else "s3://a bucket/x", storage.read_file)
     assert server.requests == []
 
 
@@ -113,8 +121,8 @@ def test_a_bucket_in_another_region_is_asked_there(server: FileServer, monkeypat
     ],
 )
 def test_the_folder_of_a_file(address: str, folder: str) -> None:
-    assert parent(address) == folder
-    assert join(folder, "x.json") in (address.partition("?b")[0], f"{folder}/x.json")
+    assert parent_address(address) == folder
+    assert join_address(folder, "x.json") in (address.partition("?b")[0], f"{folder}/x.json")
 
 
 @pytest.mark.parametrize(
@@ -134,13 +142,13 @@ def test_the_folder_of_a_file(address: str, folder: str) -> None:
     ],
 )
 def test_what_an_address_means_in_a_folder(base: str, address: str, expected: str) -> None:
-    assert resolve(base, address) == expected
+    assert resolve_address(base, address) == expected
 
 
 def test_paths_are_absolute_and_know_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/somebody")
-    found = [local_path(address) for address in ("a/b", "~/b", "~no-such-user-1/b", "FILE:///a%20b", "S3://a/b")]
+    found = [find_local_path(address) for address in ("a/b", "~/b", "~no-such-user-1/b", "FILE:///a%20b", "S3://a/b")]
     home = [tmp_path / "a/b", Path("/somebody/b"), tmp_path / "~no-such-user-1/b"]
     assert found == [*home, Path("/a b"), None]
 
@@ -151,4 +159,4 @@ ONE, TWO = "0" * 64, "ab" * 32
 def test_addresses_of_no_known_kind() -> None:
     for address in ("ftp://h/x", "pipe:cat http://h/x", "://x", "s3://", "http:///x"):
         with pytest.raises(UserError, match=rf"^address '{address}': must (be a path, or start with|name a server)"):
-            scheme(address)
+            parse_scheme(address)

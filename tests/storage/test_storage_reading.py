@@ -109,7 +109,7 @@ def test_a_file_is_the_one_that_was_listed(place: Place) -> None:
     for span, content in ((None, b"content"), ((1, 3), b"on")):
         assert storage.read_file(address, span, tag=entry.tag) == content
     place.put("x", b"another")
-    if (path := storage.local_path(address)) is not None:
+    if (path := storage.find_local_path(address)) is not None:
         os.utime(path, ns=(0, 0))  # the clock of some file systems goes in steps of seconds
     for span in (None, (1, 3)):
         with pytest.raises(AlteredError, match=f"changed after it was listed: .* {entry.tag}$") as caught:
@@ -186,7 +186,7 @@ def test_a_fault_that_passes_is_retried(place: Place, monkeypatch: pytest.Monkey
     address = place.put("x", CONTENT)
     place.server.faults[f"{place.prefix}x"] = [fault]
     notes: list[str] = []
-    assert storage.retry(address, storage.read_file, notes.append) == CONTENT
+    assert storage.call_with_retries(address, storage.read_file, notes.append) == CONTENT
     assert len(place.server.requests) == 1 + len(notes) > 1  # on a busy machine another try may come too late
     assert all(text.startswith(f"{address}: ") for text in notes)
     if place.address.startswith("http:"):
@@ -201,7 +201,7 @@ def test_a_fault_that_stays_is_an_error(place: Place, fault: int | str, tries: i
     place.server.faults[f"{place.prefix}x"] = [fault] * 9
     before = random.getstate()
     with pytest.raises(UnavailableError, match=f"^{address}: " + (f"HTTP {fault}" if fault != "reset" else "")):
-        storage.retry([address], storage.read_file)
+        storage.call_with_retries([address], storage.read_file)
     assert place.server.requests.count(f"{place.prefix}x") == tries
     assert random.getstate() == before, "a user's model may draw from Python's global generator"
 

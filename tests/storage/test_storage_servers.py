@@ -141,7 +141,7 @@ def test_a_file_is_written_once(keyed: S3Server, place: str, tmp_path: Path, mon
         (keyed.folder / "made").mkdir(exist_ok=True)
         folder = "s3://made/in" if place == "S3" else str(tmp_path / "made")
         for name, content in (("one", b"content"), ("deep/er", tmp_path / "file")):
-            address = storage.join(folder, name)
+            address = storage.join_address(folder, name)
             storage.create_file(address, content)
             with pytest.raises(ExistsError):
                 storage.create_file(address, b"other")

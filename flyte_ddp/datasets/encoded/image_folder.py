@@ -46,7 +46,7 @@ class ImageList:
     others: int = 0  # number of files that are no images of a class
 
     def image_address(self, number: int) -> str:
-        return storage.join(self.address, self.names[number])
+        return storage.join_address(self.address, self.names[number])
 
     def read_image(self, number: int) -> bytes:
         """Return the bytes of an image file. Tries up to 4 times, with pauses.
@@ -63,7 +63,7 @@ class ImageList:
             return content
 
         try:
-            return storage.retry(address, read_once)
+            return storage.call_with_retries(address, read_once)
         except storage.UnavailableError as failure:
             advice = "make it readable, or remove it, and run again"
             if isinstance(failure, (storage.MissingError, storage.AlteredError)):
@@ -133,9 +133,9 @@ def list_visible_files(address: str) -> list[storage.Entry]:
         UserError: The address cannot be listed.
     """
     try:
-        entries = storage.retry(address, lambda where: list(storage.list_files(where)))
+        entries = storage.call_with_retries(address, lambda where: list(storage.list_files(where)))
     except storage.UnavailableError as failure:
-        remote = storage.local_path(address) is None
+        remote = storage.find_local_path(address) is None
         advice = "check address and server" if remote else "check the address, and links and permissions in the folder"
         raise failure.to_user_error(f"image folder {address}: cannot be listed ({failure}); {advice}") from None
     return [entry for entry in entries if "/." not in f"/{entry.name}"]

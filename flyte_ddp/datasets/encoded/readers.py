@@ -15,7 +15,7 @@ from flyte_ddp.core.lookahead import map_in_threads
 from flyte_ddp.core.order.sampling import Indices
 from flyte_ddp.datasets.encoded.image_folder import ImageList
 from flyte_ddp.shards.dataset import ShardReader
-from flyte_ddp.shards.members import TRAINED_ON, find_image_and_label, parse_class_number
+from flyte_ddp.shards.members import TRAINED_ON, choose_image_and_label, parse_class_number
 
 CONNECTIONS = 32  # parallel requests of one rank: a request takes tens of milliseconds, nearly all of it waiting
 WANTED = frozenset(TRAINED_ON)  # extensions of the members of a shard's sample that are read
@@ -72,23 +72,25 @@ class ShardImages(ImageReader):
             UserError: The shard is damaged or cannot be read, or the sample has no image or no class number.
         """
         key, contents = self.reader.read_sample(sample, None if self.members else WANTED)
-        if len(contents) < 2 and not self.members:  # read all, because the error of find_image_and_label() lists them
+        if len(contents) < 2 and not self.members:  # read all, because the error of choose_image_and_label() lists them
             key, contents = self.reader.read_sample(sample)
-        number, _ = self.reader.index.locate(sample)
+        number, _ = self.reader.index.locate_sample(sample)
         shard = self.reader.index.shards[number]
         name = f"sample {key!r} in shard {shard.url}"
         copy = self.reader.cache.describe_copy(shard)
         if self.members:
             return Encoded(b"", 0, name, key, {**contents, "__key__": key}, copy)
-        image, label = find_image_and_label(name, contents)
+        image, label = choose_image_and_label(name, contents)
         return Encoded(contents[image], parse_class_number(name, contents[label]), name, key, copy=copy)
 
     def finish(self, samples: Indices) -> None:
-        self.reader.skip_read(np.unique(np.searchsorted(self.reader.index.ends, samples, side="right")).tolist())
+        self.reader.mark_read_and_prefetch_next(
+            np.unique(np.searchsorted(self.reader.index.ends, samples, side="right")).tolist()
+        )
 
     def begin(self, samples: Indices) -> None:
         shards = np.unique(np.searchsorted(self.reader.index.ends, samples, side="right"))
-        self.reader.prefetch_shards(shards[self.reader.index.remote[shards]].tolist())
+        self.reader.prefetch_in_threads(shards[self.reader.index.remote[shards]].tolist())
 
     def close(self) -> None:
         self.reader.close()
@@ -102,7 +104,7 @@ class FileReader(ImageReader):
 
     def __init__(self, images: ImageList, *, members: bool = False) -> None:
         self.images, self.members = images, members
-        remote = storage.local_path(images.address) is None
+        remote = storage.find_local_path(images.address) is None
         self.pool = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="reader") if remote else None
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ from flyte_ddp.core.order.shard_order import TEST_FRACTION, Orders, ShardOrder, 
 from flyte_ddp.datasets import prepared_folder
 from flyte_ddp.datasets.encoded.encoded_set import EncodedSet
 from flyte_ddp.shards.index import Part, Shard, ShardIndex, pause_garbage_collector, read_index
-from flyte_ddp.shards.scanning import refuse_unfit_samples
+from flyte_ddp.shards.scanning import check_first_samples_of_parts
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,7 @@ class ShardSet(EncodedSet):
 
     def check_first_samples(self) -> None:
         for source in self.list_sources().values():
-            refuse_unfit_samples(source)
+            check_first_samples_of_parts(source)
 
     def open_reader(
         self, source: ShardIndex, settings: Settings, streams: int = 16, *, members: bool = False

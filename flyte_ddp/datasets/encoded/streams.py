@@ -198,7 +198,7 @@ def read_shard_samples(stream: RankStream, shards: Iterable[tuple[int, int]]) ->
     index = stream.reader.index
 
     def start_fetch(item: tuple[int, int]) -> tuple[int, int]:
-        stream.reader.prefetch_shards([item[1]])
+        stream.reader.prefetch_in_threads([item[1]])
         return item
 
     for passes, shard in start_ahead(start_fetch, shards, 1):
