@@ -121,7 +121,7 @@ def check_image_size(model: str, height: int, width: int) -> None:
     raise UserError(f"model {model!r} does not accept {height}x{width} images: {rule}; set image_size={fits}")
 
 
-def choose_side(image_size: int, weights: PretrainedWeights | None) -> int:
+def choose_image_side(image_size: int, weights: PretrainedWeights | None) -> int:
     """Return the side of a model's input images in pixels.
 
     Returns ``image_size`` if it is not 0, else the side of the weights, else 0.
@@ -129,7 +129,7 @@ def choose_side(image_size: int, weights: PretrainedWeights | None) -> int:
     return image_size or (weights.side if weights else 0)
 
 
-def find_weights(model: str, init_from: str) -> PretrainedWeights | None:
+def find_torchvision_weights(model: str, init_from: str) -> PretrainedWeights | None:
     """Return the published weights that ``init_from`` names as ``torchvision:NAME``.
 
     The name DEFAULT stands for the model's best weights. Returns None for any other ``init_from``.
@@ -197,7 +197,7 @@ def check_two_classes(threshold: str, classes: int) -> None:
         raise UserError(f"threshold={threshold!r}: needs two classes, not {classes}; omit threshold")
 
 
-def check_positives(threshold: str, positive: str, positives: int) -> None:
+def check_positives_for_threshold(threshold: str, positive: str, positives: int) -> None:
     """Raise UserError if ``threshold`` is fitted on a validation split without positive samples.
 
     A probability is not fitted. ``positive`` is the name of the positive class, and ``positives`` is the number of its

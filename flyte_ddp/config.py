@@ -321,7 +321,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
             )
         refuse_callables_of_torch(self)
         check_batch_size(self.batch_size, self.accumulation_steps, max(1, self.num_ranks))
-        catalog.find_weights(self.model, self.init_from)
+        catalog.find_torchvision_weights(self.model, self.init_from)
         catalog.check_select_by(self.select_by, self.objective)
         for contradiction in (*find_unfit_loading(self), *find_contradictions(self)):
             raise UserError(contradiction)

@@ -14,7 +14,7 @@ from flyte_ddp.core.runs.run_folder import METRICS, OUTPUTS, REPORT, RUNG, UNFIN
 from flyte_ddp.core.runs.work import Launch, Work
 from flyte_ddp.core.settings import Settings, read_settings
 from flyte_ddp.datasets.prepared import check_prepared_set
-from flyte_ddp.models.initial_weights import fetch_weights
+from flyte_ddp.models.initial_weights import fetch_initial_weights
 from flyte_ddp.plans.identity import checkpoint_identity
 from flyte_ddp.plans.resolve import request_ranks, resolve
 from flyte_ddp.storage.result_store import mirror_results
@@ -127,7 +127,7 @@ def run_part(
         wandb_run.log_to_wandb(run_folder, settings, hp.to_dict()),
     ):
         init_from = hp.init_from if work.checkpoint is None else ""
-        with fetch_weights(init_from, hp.model, unfinished, progress, settings.weights_source) as weights:
+        with fetch_initial_weights(init_from, hp.model, unfinished, progress, settings.weights_source) as weights:
             launch(replace(work, files={INITIAL_WEIGHTS: weights} if weights else {}))
         is_complete = not (unfinished / RUNG).exists()
         if is_complete:  # written last, because the report marks the run as complete

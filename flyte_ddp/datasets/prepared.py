@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.catalog import check_positives, check_select_by, check_two_classes
+from flyte_ddp.catalog import check_positives_for_threshold, check_select_by, check_two_classes
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.order.sampling import ListedOrder, Order
@@ -139,7 +139,7 @@ def check_prepared_set(folder: Path, hp: Hyperparameters) -> list[str]:
     if hp.threshold and not hp.sample:
         counts = count_training_classes(data, orders["validation"], len(classes))
         if counts or not len(orders["validation"]):
-            check_positives(hp.threshold, classes[1], counts[1] if counts else 0)
+            check_positives_for_threshold(hp.threshold, classes[1], counts[1] if counts else 0)
     if ":" not in hp.sampling:  # a user-defined function runs in ranks only
         apply_sampling(data, orders["training"], hp.sampling)
     return [*notes, *data.notes()]

@@ -15,12 +15,12 @@ from flyte_ddp.models.stored_code import read_model_json
 
 
 def load_model(model_path: Path, sidecar_path: Path, device: torch.device | str = "cpu") -> tuple[nn.Module, Sidecar]:
-    """Return the trained model in evaluation mode on ``device``, and the sidecar.
+    """Return the trained model in evaluation mode on ``device``, and the content of ``model.json`` (the sidecar).
 
-    Draws random numbers, because new weights are made first. A ``package.module:callable`` is imported from the sources
-    in the sidecar. If today's code is the same, or if the sidecar has no sources, today's code is imported. If user
-    code is named, the working directory is put on ``sys.path``. Exceptions of this code pass through. Trust both files
-    as you trust code.
+    A user-defined model is imported. If the user's code has changed since the training, the code stored in
+    ``model.json`` is imported instead. Puts the working directory on ``sys.path`` if user code is named. Exceptions of
+    user code pass through. Draws random numbers, because the model is first built with new weights. Trust both files as
+    you trust code.
 
     Raises:
         UserError: A file is missing or damaged, the files are from different runs, or the weights do not fit the model.
@@ -43,14 +43,16 @@ def load_model(model_path: Path, sidecar_path: Path, device: torch.device | str 
     outputs = len(sidecar.classes) if sidecar.outputs is None else sidecar.outputs
     called = (sidecar.model, outputs, make_input_spec(sidecar.input), sidecar.options.get("model", {}))
     if ":" not in sidecar.model:
-        require_small_enough(model_path, *called)
+        check_model_fits_file_size(model_path, *called)
     model = zoo.build_model(*called)
     load_weights(model, model_path, sidecar)
     return model.to(device).eval(), sidecar
 
 
-def require_small_enough(model_path: Path, name: str, *called: Any) -> None:
-    """Raise UserError if a built-in model has more numbers than the file has bytes, before memory is allocated.
+def check_model_fits_file_size(model_path: Path, name: str, *called: Any) -> None:
+    """Raise UserError if a built-in model has more weights than the file has bytes.
+
+    Allocates no memory for the weights.
 
     Args:
         model_path: The file of the weights.

@@ -29,27 +29,29 @@ OLD_DENSE_NAME = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12])\.")
 FILE_ADVICE = "give a file written by torch.save that maps names to tensors"
 
 
-def identify_weights(init_from: str, weights: PretrainedWeights | None) -> str:
-    """Return a SHA-256 (hex) that changes with the weights' file, or "" if ``init_from`` is empty.
+def hash_initial_weights(init_from: str, weights: PretrainedWeights | None) -> str:
+    """Return a SHA-256 (hex) that changes with the file of initial weights, or "" if ``init_from`` is empty.
 
-    For torchvision's ``weights``, the address is hashed. For another remote file, the ETag or the time of change is
-    hashed, and a file that has neither is downloaded. For a local file, the content is hashed.
+    Of torchvision's ``weights``, the address is hashed. Of another remote file, the ETag or the time of change is
+    hashed. A file without both is downloaded. Of a local file, the content is hashed.
 
     Raises:
         UserError: The file does not exist or cannot be read.
     """
     if weights:
         return digest_lines([f"{catalog.TORCHVISION_ADDRESS}/{weights.file}"])
-    local_weights_path(init_from)
+    check_local_weights_path(init_from)
     return hash_address_content(init_from, "init_from")
 
 
 @contextmanager
-def fetch_weights(init_from: str, model: str, folder: Path, progress: Progress, mirror: str) -> Iterator[Path | None]:
-    """Yield a local path with the content of ``init_from``, or None if ``init_from`` is empty.
+def fetch_initial_weights(
+    init_from: str, model: str, folder: Path, progress: Progress, mirror: str
+) -> Iterator[Path | None]:
+    """Download the file of initial weights if needed, and yield its local path (None if ``init_from`` is empty).
 
-    A download is tried up to 4 times. It is written to ``folder`` and deleted after the block. Weights of torchvision
-    stay in torch hub's cache.
+    A download is tried up to 4 times, is written to ``folder``, and is deleted after the block. Weights of torchvision
+    are kept in torch hub's cache.
 
     Args:
         init_from: A path, an address, ``torchvision:NAME`` or "".
@@ -61,10 +63,10 @@ def fetch_weights(init_from: str, model: str, folder: Path, progress: Progress, 
     Raises:
         UserError: A download failed, a local file does not exist, or torchvision has no such weights for the model.
     """
-    if weights := catalog.find_weights(model, init_from):
-        yield fetch_pretrained_weights(weights, progress, init_from=init_from, mirror=mirror)
+    if weights := catalog.find_torchvision_weights(model, init_from):
+        yield fetch_torchvision_weights(weights, progress, init_from=init_from, mirror=mirror)
         return
-    local, temporary = local_weights_path(init_from), folder / ".initial_weights.tmp"
+    local, temporary = check_local_weights_path(init_from), folder / ".initial_weights.tmp"
     if local is not None or not init_from:
         yield local
         return
@@ -80,8 +82,8 @@ def fetch_weights(init_from: str, model: str, folder: Path, progress: Progress, 
         temporary.unlink(missing_ok=True)
 
 
-def fetch_pretrained_weights(weights: PretrainedWeights, progress: Progress, *, init_from: str, mirror: str) -> Path:
-    """Return the path of a file of torchvision's weights in torch hub's cache.
+def fetch_torchvision_weights(weights: PretrainedWeights, progress: Progress, *, init_from: str, mirror: str) -> Path:
+    """Return the path of a file of torchvision's weights in torch hub's cache. Downloads the file if needed.
 
     The file is verified by the digest in its name. A missing or damaged file is downloaded, in up to 4 tries, from
     ``mirror`` (a folder or an address) or from torchvision's address.
@@ -89,7 +91,7 @@ def fetch_pretrained_weights(weights: PretrainedWeights, progress: Progress, *, 
     Raises:
         UserError: The file cannot be downloaded or written.
     """
-    path = torch_hub_folder() / "checkpoints" / weights.file
+    path = get_torch_hub_folder() / "checkpoints" / weights.file
     with suppress(OSError):
         if file_digest(path).startswith(weights.digest_start):
             return path
@@ -108,24 +110,25 @@ def fetch_pretrained_weights(weights: PretrainedWeights, progress: Progress, *, 
     return path
 
 
-def torch_hub_folder() -> Path:
-    """Return the folder that torch.hub.get_dir() returns in a new process, without importing torch."""
+def get_torch_hub_folder() -> Path:
+    """Return the folder that torch.hub.get_dir() returns in a new process. Does not import torch."""
     home = os.environ.get("TORCH_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "torch"
     return Path(home).expanduser() / "hub"
 
 
-def adapt_pretrained_names(state_dict: dict[str, Any]) -> None:
-    """Rename DenseNet's layers to torchvision's current names, and remove auxiliary heads, in place."""
+def rename_densenet_layers(state_dict: dict[str, Any]) -> None:
+    """Rename DenseNet's layers to torchvision's current names, in place. Also removes auxiliary heads of any model."""
     for name in [*state_dict]:
         value = state_dict.pop(name)  # and put back, to keep the order of names
         if not name.startswith(AUXILIARY):
             state_dict[OLD_DENSE_NAME.sub(r"\1\2.", name)] = value
 
 
-def local_weights_path(init_from: str) -> Path | None:
-    """Return the path of a file on this machine, or None for a remote or empty address.
+def check_local_weights_path(init_from: str) -> Path | None:
+    """Return the path of a file on this machine, or None if ``init_from`` is remote or empty.
 
-    Raises UserError if the file does not exist or cannot be read.
+    Raises:
+        UserError: The file does not exist or cannot be read.
     """
     path = storage.find_local_path(init_from) if init_from else None
     try:
@@ -138,29 +141,29 @@ def local_weights_path(init_from: str) -> Path | None:
 
 
 def load_initial_weights(model: nn.Module, path: Path, *, name: str, init_from: str, init_skip: str) -> None:
-    """Load the weights in a file into a new model.
+    """Load the weights in a file into a new model, in place.
 
-    The parts that ``init_skip`` names keep the weights of the new model. So does the last layer if the file is
-    torchvision's and the layer does not have 1,000 classes. Prefixes that all names in the file have, for example DDP's
-    ``module.``, are removed.
+    Parts that ``init_skip`` names keep the weights of the new model. If the weights are torchvision's and the last
+    layer does not have 1,000 classes, the last layer keeps its weights, too. Prefixes that all names in the file have,
+    for example DDP's ``module.``, are removed.
 
     Args:
         model: The new model.
         path: The file.
         name: The name of the model in errors.
-        init_from: The hyperparameter, the address that the file was fetched from.
+        init_from: The hyperparameter, the address from which the file was fetched.
         init_skip: Names of parts, separated by commas.
 
     Raises:
         UserError: The file is damaged or could run code, the weights do not fit, or a part is unknown.
     """
-    own, weights = model.state_dict(), read_weights(path, init_from)
+    own, weights = model.state_dict(), read_state_dict(path, init_from)
     if init_from.startswith(catalog.TORCHVISION_PREFIX):
-        adapt_pretrained_names(weights)
-    parts, stored_names = list_seeded_parts(own, init_from, init_skip), [*weights]
-    delete_parts(weights, parts)  # by names in the file, and below by names in the model
+        rename_densenet_layers(weights)
+    parts, stored_names = list_randomly_initialised_parts(own, init_from, init_skip), [*weights]
+    delete_parts_in_place(weights, parts)  # by names in the file, and below by names in the model
     remove_common_prefixes(weights, own)
-    delete_parts(weights, parts)
+    delete_parts_in_place(weights, parts)
     for part in parts:
         if not any(is_in_parts(each, [part]) for each in (*own, *stored_names)):
             raise make_unknown_part_error(f"init_skip={init_skip!r}", part, own)
@@ -177,11 +180,11 @@ def load_initial_weights(model: nn.Module, path: Path, *, name: str, init_from: 
         ) from error
 
 
-def read_weights(path: Path, init_from: str) -> Any:
-    """Return a file's tensors by name, as a state_dict on the CPU.
+def read_state_dict(path: Path, init_from: str) -> Any:
+    """Read a file of weights, and return the tensors by name, as a state_dict on the CPU.
 
-    A state_dict inside a checkpoint is found by the keys of ``STATE_DICT_KEYS``. Values that are no tensors are
-    dropped. ``init_from`` begins the text of errors.
+    If the file is a checkpoint, returns the state_dict under a key of ``STATE_DICT_KEYS``. Values that are no tensors
+    are dropped. ``init_from`` is named in errors.
 
     Raises:
         UserError: The file is damaged, could run code, or has no tensors with names.
@@ -205,17 +208,17 @@ def read_weights(path: Path, init_from: str) -> Any:
     return weights
 
 
-def delete_parts(weights: Any, parts: Collection[str]) -> None:
-    """Delete the tensors and the metadata of the named parts, in place."""
+def delete_parts_in_place(weights: Any, parts: Collection[str]) -> None:
+    """Delete the tensors and the metadata of the named parts of a model from a state_dict."""
     for named in (weights, weights._metadata):
         for name in [name for name in named if is_in_parts(name, parts)]:
             del named[name]
 
 
 def remove_common_prefixes(weights: Any, model_names: Collection[str]) -> None:
-    """Remove shared prefixes, for example DDP's, in place.
+    """Remove prefixes that all names in a state_dict have, for example DDP's ``module.``, in place.
 
-    Nothing is removed unless a shortened name is in ``model_names``.
+    If no shortened name is in ``model_names``, removes nothing.
     """
     from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
@@ -229,10 +232,11 @@ def remove_common_prefixes(weights: Any, model_names: Collection[str]) -> None:
         consume_prefix_in_state_dict_if_present(weights, prefix)
 
 
-def list_seeded_parts(model: Mapping[str, Tensor], init_from: str, init_skip: str) -> list[str]:
-    """Return the parts in ``init_skip``. For torchvision's weights, add the last layer unless it has 1,000 classes.
+def list_randomly_initialised_parts(model: Mapping[str, Tensor], init_from: str, init_skip: str) -> list[str]:
+    """Return the names of the model's parts that keep random weights although ``init_from`` is set.
 
-    ``model`` is the state_dict of the new model.
+    These are the parts in ``init_skip``. For torchvision's weights, the last layer is added, unless it has 1,000
+    classes. ``model`` is the state_dict of the new model.
     """
     parts = split_part_names(init_skip)
     if init_from.startswith(catalog.TORCHVISION_PREFIX):
@@ -242,11 +246,10 @@ def list_seeded_parts(model: Mapping[str, Tensor], init_from: str, init_skip: st
     return parts
 
 
-def list_seeded_tensors(model: Mapping[str, Tensor], init_from: str, init_skip: str) -> list[str]:
-    """Return the names of the tensors that start from the seed instead of the weights in ``init_from``.
+def list_randomly_initialised_tensors(model: Mapping[str, Tensor], init_from: str, init_skip: str) -> list[str]:
+    """Return the names of the tensors that keep random weights although ``init_from`` is set.
 
-    These are the tensors of the parts in ``init_skip``. For torchvision's weights, the tensors of the last layer are
-    added, unless the layer has 1,000 classes.
+    These are the tensors of :func:`list_randomly_initialised_parts`. ``model`` is the state_dict of the new model.
     """
-    parts = list_seeded_parts(model, init_from, init_skip)
+    parts = list_randomly_initialised_parts(model, init_from, init_skip)
     return [name for name in model if is_in_parts(name, parts)]

@@ -12,22 +12,22 @@ from flyte_ddp.core.user_code.stored import StoredSpec
 
 
 def read_model_json(path: Path) -> Sidecar:
-    """Return the content of a ``model.json``.
+    """Read a ``model.json``. If the user's code has changed since, the result uses the code stored in the file.
 
-    If the user code that the file names has changed since, the names become StoredSpecs, which import the code stored
-    in the file. To find out, reads the user's files, and puts the working directory on ``sys.path``. Imports nothing.
+    Names of changed code become StoredSpecs, which import the stored code when loaded. To find out, reads the user's
+    files, and puts the working directory on ``sys.path``. Imports no user code.
 
     Raises:
         UserError: The file is missing or damaged, or has another format.
     """
-    return prefer_stored_code(read_sidecar(path))
+    return use_stored_code_if_changed(read_sidecar(path))
 
 
-def prefer_stored_code(sidecar: Sidecar) -> Sidecar:
-    """Return the sidecar with StoredSpecs in place of names of user code, if today's files differ.
+def use_stored_code_if_changed(sidecar: Sidecar) -> Sidecar:
+    """Return the sidecar. If the user's code has changed since the training, use the stored code.
 
-    A StoredSpec imports the code that is stored in the sidecar. Without stored code, returns the same sidecar. Reads
-    the user's files, and puts the working directory on ``sys.path``.
+    Names of changed code become StoredSpecs, which import the code stored in the sidecar when loaded. If no code is
+    stored, returns the same sidecar. Reads the user's files, and puts the working directory on ``sys.path``.
     """
     sources, facts = sidecar.sources, {"model": sidecar.model, "objective": sidecar.objective}
     hyperparameters, preprocessing = {**sidecar.hyperparameters}, {**sidecar.preprocessing}

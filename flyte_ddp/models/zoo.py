@@ -15,16 +15,16 @@ from flyte_ddp.core.user_code.callables import load_callable, require_options, s
 
 
 def choose_input_spec(model: str, images: InputSpec, size: int, weights: catalog.PretrainedWeights | None) -> InputSpec:
-    """Return the input of a model for ``images``, the spec of the data set's images.
+    """Return the size, channels and normalisation of a model's input images.
 
-    If ``size`` is not 0, images become squares of this side. Otherwise the side of the pretrained ``weights`` is used,
-    or the size stays unchanged without weights. Models of torchvision get three channels. Pretrained weights also
-    decide mean, std and crop.
+    ``images`` describes the images of the data set. If ``size`` is not 0, images are resized to squares of this side.
+    Otherwise pretrained ``weights`` decide the side, and without weights the size stays unchanged. Models of
+    torchvision get three channels. Pretrained weights also decide mean, std and crop.
 
     Raises:
         UserError: The model does not accept the size or the number of channels.
     """
-    size = catalog.choose_side(size, weights)
+    size = catalog.choose_image_side(size, weights)
     spec = replace(images, height=size or images.height, width=size or images.width)
     catalog.check_image_size(model, spec.height, spec.width)
     if model not in catalog.TORCHVISION_MODELS:
@@ -45,11 +45,11 @@ def build_model(
     """Return a model with new weights, drawn from the global random generators of torch, Python and NumPy.
 
     A built-in model maps float32 [N, channels, height, width] to outputs [N, num_classes]. A
-    ``package.module:callable`` gets ``options``. Also, ``num_classes`` and ``input_shape`` are each passed if the
-    callable has such a parameter or accepts any keyword. Exceptions of the callable pass through.
+    ``package.module:callable`` is imported, and called with ``options``. ``num_classes`` and ``input_shape`` are
+    passed, too, if the callable has these parameters or accepts any keyword. Exceptions of the callable pass through.
 
-    ``input_shape`` is the shape of one sample: (channels, height, width) for images, else the shape of the leaf.
-    Several leaves have a tuple or dict of shapes. A size is None if samples differ.
+    ``input_shape`` is the shape of one sample: (channels, height, width) for images, else the shape of the tensor. For
+    several tensors, it is a tuple or dict of shapes. A size that differs between samples is None.
 
     Raises:
         UserError: The callable cannot be loaded, is a module instance, or returns no module. Also if the options do not
@@ -79,7 +79,9 @@ def build_model(
 
 
 def build_torchvision_model(name: str, num_classes: int, spec: InputSpec, options: Mapping[str, Any]) -> nn.Module:
-    """Return torchvision's classifier with new weights. ``options`` are further arguments, and replace this library's.
+    """Return a torchvision classifier with new weights. ``options`` are further arguments of its constructor.
+
+    An option replaces an argument that this library sets.
 
     Raises:
         TypeError: An option is unknown. Other exceptions of torchvision's constructors pass through.
@@ -109,6 +111,7 @@ class Tutorial(nn.Module):
         self.fc2 = nn.Linear(500, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
+        """Return the logits [n, classes] of normalised images [n, channels, height, width]."""
         if images.device.type != "cpu":
             x = torch.max_pool2d(self.conv1(images), 2)
         else:
@@ -141,6 +144,7 @@ class SmallCNN(nn.Module):
         self.fc2 = nn.Linear(128, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
+        """Return the logits [n, classes] of normalised images [n, channels, height, width]."""
         x = torch.relu(self.conv1(images))
         x = torch.relu(torch.max_pool2d(self.conv2(x), 2))
         x = torch.relu(self.fc1(x.flatten(1)))

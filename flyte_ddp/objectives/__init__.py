@@ -25,10 +25,10 @@ KINDS: tuple[type[Objective], ...] = (Classification, Multilabel, Regression, Se
 BUILT_IN = {kind.__name__.lower(): kind for kind in KINDS}
 
 
-def objective_of_sidecar(sidecar: Sidecar) -> Objective:
-    """Return the objective of a saved model, from the model's sidecar. Imports a user-defined objective.
+def make_objective_of_saved_model(sidecar: Sidecar) -> Objective:
+    """Return the objective of a saved model, from the model's sidecar (``model.json``).
 
-    If the sidecar names no objective, returns classification.
+    Imports a user-defined objective. If the sidecar names no objective, the objective is classification.
 
     Raises:
         UserError: The user-defined objective cannot be imported, or does not fit.
@@ -45,11 +45,11 @@ def objective_of_sidecar(sidecar: Sidecar) -> Objective:
 
 
 def make_objective(name: str, facts: Facts, options: Mapping[str, Any]) -> Objective:
-    """Return the objective called ``name``: built in, or the user's ``package.module:callable``, which is imported.
+    """Return the objective called ``name``: a built-in objective, or the user's ``package.module:callable``.
 
-    A class gets ``facts`` and ``options`` when constructed. A function of outputs and targets gets ``options`` at each
-    call. If the targets are classes, a function has the measures of classification. Otherwise its only measure is the
-    loss.
+    Imports the callable. A class is called with ``facts`` and ``options``, and its instance is the objective. A
+    function of outputs and targets becomes the objective's losses, and gets ``options`` at each call. If the targets
+    are classes, the measures are those of classification. Otherwise the loss is the only measure.
 
     Raises:
         UserError: The name is unknown, or the callable, the options or the measures do not fit.

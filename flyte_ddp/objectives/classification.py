@@ -12,7 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from flyte_ddp.catalog import MEASURES, OF_TWO_CLASSES, SETTINGS_OF_OBJECTIVES, check_positives, check_two_classes
+from flyte_ddp.catalog import (
+    MEASURES,
+    OF_TWO_CLASSES,
+    SETTINGS_OF_OBJECTIVES,
+    check_positives_for_threshold,
+    check_two_classes,
+)
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.objectives.binary_labels import BinaryLabels
 from flyte_ddp.core.objectives.objective import HIGHER, Columns, Facts, Objective, largest_losses, overrides
@@ -21,8 +27,8 @@ from flyte_ddp.core.objectives.table_columns import TableColumns, name_columns, 
 from flyte_ddp.core.samples.leaves import Leaves
 from flyte_ddp.core.text.formatting import format_percent
 from flyte_ddp.core.text.sections import Confusions, Pictures, Section
-from flyte_ddp.objectives.threshold import decide, fit_threshold, predict_classes
-from flyte_ddp.objectives.two_classes import list_class_sections
+from flyte_ddp.objectives.threshold import apply_threshold, fit_threshold, predict_classes
+from flyte_ddp.objectives.two_classes import list_second_class_sections
 
 LOGITS_AT_A_TIME = 2**17  # converted to fp64 at a time, so that the copy is small beside a batch
 
@@ -64,16 +70,18 @@ class Classification(Objective):
         return len(self.facts.classes) == 2
 
     def with_fitted_threshold(self, validation: Columns) -> Self:
-        """Return the objective with a threshold fitted by its rule. Without a rule, returns this objective.
+        """Return a copy of the objective with a threshold that is fitted on the validation split.
+
+        If the hyperparameter ``threshold`` is empty, returns this objective.
 
         Raises:
-            UserError: The split has no positive sample, and the rule does not give a fixed threshold.
+            UserError: The validation split has no positive sample, and the threshold is not a fixed probability.
         """
         rule = self.facts.threshold_rule
         if not rule:
             return self
         truth = validation["truth"].numpy() == 1 if validation else np.zeros(0, dtype=np.bool_)
-        check_positives(rule, self.facts.classes[1], int(truth.sum()))
+        check_positives_for_threshold(rule, self.facts.classes[1], int(truth.sum()))
         scores = np.nan_to_num(validation["probability"].numpy()) if validation else np.zeros(0)
         return self.with_threshold(fit_threshold(rule, truth, scores))
 
@@ -82,6 +90,7 @@ class Classification(Objective):
         return self.class_weights is not None or overrides(self, Classification, "weights")
 
     def check_targets(self, targets: NDArray[Any]) -> None:
+        """Raise UserError unless ``targets`` [samples] are class numbers from 0 to the number of classes - 1."""
         rule = "a class number for each sample (astype(int); a column: ravel(); one-hot: argmax(1))"
         require_targets("classification", targets, (1,), "iu", rule)
         rule = f"0..{self.outputs - 1} with {self.outputs} classes"
@@ -95,7 +104,7 @@ class Classification(Objective):
         return None if self.class_weights is None else self.class_weights_at(targets.device)[targets]
 
     def losses(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Return the cross-entropy of each sample, [n], without class weights, which :meth:`weights` returns.
+        """Return the cross-entropy of each sample, [n]. Class weights are not included, see :meth:`weights`.
 
         Labels are smoothed only while torch records gradients.
         """
@@ -111,7 +120,7 @@ class Classification(Objective):
     def loss_sum(self, outputs: Any, targets: Tensor, weights: Tensor | None, samples: int) -> Tensor:
         """Return the weighted sum of the cross-entropy of a batch, as a scalar.
 
-        Without weights, always smooths labels, unlike :meth:`losses`.
+        If ``weights`` is None, labels are always smoothed, unlike in :meth:`losses`.
         """
         if weights is not None or overrides(self, Classification, "losses"):
             return super().loss_sum(outputs, targets, weights, samples)
@@ -119,12 +128,18 @@ class Classification(Objective):
         return functional.cross_entropy(outputs, targets, reduction="sum", label_smoothing=smoothing)
 
     def columns(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
-        """Return ``prediction`` and ``truth`` [n], and with two classes the ``probability`` of the second class."""
+        """Return predicted class and true class of each sample, as the columns ``prediction`` and ``truth`` [n].
+
+        With two classes, the column ``probability`` has the probability of the second class.
+        """
         found = {"prediction": predict_classes(self, outputs), "truth": targets}
         return {**found, "probability": outputs.softmax(1)[:, 1]} if self.is_binary else found
 
     def split_batch(self, outputs: Any, targets: Leaves, samples: int) -> Iterator[tuple[Any, Leaves, int]]:
-        """Yield parts of few logits, unless a subclass overrides the methods that compute columns."""
+        """Yield the batch in parts of few logits, each as outputs, targets and number of samples.
+
+        If a subclass overrides ``losses``, ``weights`` or ``columns``, yields the whole batch.
+        """
         customised = overrides(self, Classification, "losses", "weights", "columns")
         if customised or not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
             yield outputs, targets, samples
@@ -135,13 +150,14 @@ class Classification(Objective):
             start += len(part)
 
     def predict_columns(self, columns: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the columns with ``prediction`` decided by the threshold. Without a threshold, returns ``columns``."""
         threshold = self.facts.threshold
         if threshold is None or not columns:
             return columns
-        return {**columns, "prediction": decide(columns["probability"], threshold).double()}
+        return {**columns, "prediction": apply_threshold(columns["probability"], threshold).double()}
 
     def measure(self, columns: Columns) -> dict[str, float]:
-        """Return the measures that ``measures`` names, as scikit-learn computes them.
+        """Return the measures that ``measures`` names, computed as by scikit-learn.
 
         Balanced accuracy is the mean recall of the classes. With two classes, F1, AUROC and average precision refer to
         the second class. With more classes, F1 is averaged over the classes that occur.
@@ -150,19 +166,28 @@ class Classification(Objective):
         right = truth == prediction
         found = {"accuracy": int(right.sum()) / max(1, len(right))}
         if "probability" in columns and self.is_binary:
-            found |= second_class_labels(columns).measure()[0]
+            found |= make_second_class_labels(columns).measure()[0]
         else:
-            found |= measure_classes(truth, prediction)
+            found |= compute_balanced_accuracy_and_f1(truth, prediction)
         return {name: found[name] for name in self.measures if name in found}
 
     def binary_labels(self, columns: Columns) -> BinaryLabels | None:
+        """Return truths, probabilities and predictions of the second of two classes.
+
+        With other than two classes, returns None. Also returns None if a subclass overrides columns and measure.
+        """
         customised = overrides(self, Classification, "columns") and overrides(self, Classification, "measure")
         return (
-            None if customised or "probability" not in columns or not self.is_binary else second_class_labels(columns)
+            None
+            if customised or "probability" not in columns or not self.is_binary
+            else make_second_class_labels(columns)
         )
 
     def loss_of_best_constant(self, columns: Columns) -> float | None:
-        """Return the loss of predicting each class by its weighted share of the samples: the entropy of the shares."""
+        """Return the loss of the best constant prediction: the entropy of the classes' weighted shares of the samples.
+
+        If a subclass overrides ``losses`` or ``columns``, returns None.
+        """
         if overrides(self, Classification, "losses", "columns"):
             return None
         shares = columns["truth"].long().bincount(columns.get("weight")).double()
@@ -173,9 +198,10 @@ class Classification(Objective):
         return (columns["prediction"] == columns["truth"]).double()
 
     def answers(self, outputs: Any) -> TableColumns:
-        """Return the class as ``prediction``, its probability as ``score``, and ``score_<class>`` of each class.
+        """Return a table's columns: the class (``prediction``), its probability (``score``), and ``score_<class>``.
 
-        With a threshold, the predicted class may be the less likely class.
+        The column ``score_<class>`` exists for each class. With a threshold, the predicted class may be the less likely
+        class.
         """
         best, scores, names = predict_classes(self, outputs).tolist(), outputs.softmax(dim=1), self.facts.classes
         rows = range(len(best))
@@ -186,9 +212,10 @@ class Classification(Objective):
         }
 
     def top_answers(self, outputs: Any, number: int) -> TableColumns:
-        """Return ``prediction`` and ``score``, and ``top_<rank>`` and ``score_top_<rank>`` of the likeliest classes.
+        """Return columns of the ``number`` likeliest classes: ``top_<rank>`` and ``score_top_<rank>``.
 
-        The first of the ``number`` ranks is always the prediction. With a threshold, another class may be likelier.
+        The columns ``prediction`` and ``score`` are also returned. The first rank is the prediction. With a threshold,
+        another class may be likelier.
         """
         best, scores, names = predict_classes(self, outputs), outputs.softmax(dim=1), self.facts.classes
         ranks = scores.nan_to_num(nan=0.0).scatter_(1, best[:, None], 1.5).topk(min(number, len(names))).indices
@@ -196,7 +223,7 @@ class Classification(Objective):
         return {"prediction": found["top_1"], "score": found["score_top_1"], **found}
 
     def describe_single_prediction(self, columns: Columns) -> str:
-        """Return a sentence for the report if two or more samples all have the same predicted class, else "".
+        """Return a sentence for the report if all of two or more samples have the same predicted class, else "".
 
         If a subclass overrides :meth:`columns`, returns "".
         """
@@ -209,7 +236,7 @@ class Classification(Objective):
         return f"All {len(truth):,} test samples are predicted {name!r}, which is right for {share} of them."
 
     def sections(self, columns: Columns) -> list[Section]:
-        """Return the confusions, the sections of two classes, and the pictures of the worst mistakes."""
+        """Return sections of the report: confusions, pictures of the worst mistakes, and sections of two classes."""
         truth, prediction = (columns[name].long() for name in ("truth", "prediction"))
         worst, labels = largest_losses(columns, among=truth != prediction), self.binary_labels(columns)
         text = "The test samples with the largest loss. "
@@ -218,7 +245,7 @@ class Classification(Objective):
             text = "None: all predictions on the test samples are correct."
         return [
             Confusions(self.facts.classes, count_confusions(truth.numpy(), prediction.numpy()).tolist()),
-            *([] if labels is None else [*labels.draw_curves([""]), *list_class_sections(self.facts, columns)]),
+            *([] if labels is None else [*labels.draw_curves([""]), *list_second_class_sections(self.facts, columns)]),
             Pictures("Worst mistakes", text, worst),
         ]
 
@@ -228,13 +255,13 @@ def split_logits(logits: Tensor) -> tuple[Tensor, ...]:
     return torch.split(logits, max(1, LOGITS_AT_A_TIME // logits.shape[1]))
 
 
-def second_class_labels(columns: Columns) -> BinaryLabels:
+def make_second_class_labels(columns: Columns) -> BinaryLabels:
     truth, scores, predicted = (columns[name].numpy()[:, None] for name in ("truth", "probability", "prediction"))
     return BinaryLabels(truth, scores, predicted == 1)
 
 
-def measure_classes(truth: NDArray[np.int64], prediction: NDArray[np.int64]) -> dict[str, float]:
-    """Return balanced accuracy and F1, averaged over classes. Classes that do not occur are skipped."""
+def compute_balanced_accuracy_and_f1(truth: NDArray[np.int64], prediction: NDArray[np.int64]) -> dict[str, float]:
+    """Return balanced accuracy and F1, averaged over the classes that occur."""
     classes = int(max(truth.max(), prediction.max())) + 1
     counted = truth[truth == prediction], truth, prediction
     right, true, predicted = (np.bincount(each, minlength=classes) for each in counted)
@@ -247,7 +274,7 @@ def count_confusions(truth: NDArray[np.int64], predictions: NDArray[np.int64]) -
     """Count the samples of each pair of true class and predicted class.
 
     Returns:
-        [K, 3]: true class, predicted class and number of samples, for the pairs that occur, sorted by pair.
+        [K, 3]: true class, predicted class and number of samples. Only pairs that occur are listed, sorted by pair.
     """
     classes = int(predictions.max(initial=0)) + 1
     pairs, samples = np.unique(truth * classes + predictions, return_counts=True)

@@ -39,7 +39,7 @@ class Language(Objective):
         self.decode: Callable[[list[int]], str] | None = load_callable(decode) if decode else None
 
     def check_targets(self, targets: NDArray[Any]) -> None:
-        """Raise UserError unless ``targets`` [samples, positions] are tokens below ``outputs``, or -100 (ignored)."""
+        """Raise UserError unless ``targets`` [samples, positions] are token numbers, or -100 (ignored)."""
         require_targets("language", targets, (2,), "iu", "whole numbers [samples, positions]")
         rule = (
             f"0..{self.outputs - 1} with {self.outputs} tokens (num_classes), or {IGNORED_TOKEN} for ignored positions"
@@ -49,13 +49,21 @@ class Language(Objective):
         )
 
     def check_outputs(self, model: str, outputs: Any, targets: Tensor) -> None:
+        """Raise UserError unless the outputs have logits [samples, positions, tokens].
+
+        ``model`` is named in the error.
+        """
         shape = *targets.shape, self.outputs
         require_outputs(
-            model, find_logits(outputs), shape, "(samples, positions, classes)", "size its last layer by num_classes"
+            model,
+            extract_token_logits(outputs),
+            shape,
+            "(samples, positions, classes)",
+            "size its last layer by num_classes",
         )
 
     def describe_wrong_targets(self, inputs: Leaves, targets: Leaves) -> str:
-        """Return a warning if the targets are the inputs, or would be shifted twice, else ""."""
+        """Return a warning if the targets equal the inputs, or would be shifted twice. Otherwise return ""."""
         if not isinstance(targets, Tensor):
             return ""
         counted = targets != IGNORED_TOKEN
@@ -76,12 +84,12 @@ class Language(Objective):
                     )
         return ""
 
-    def align(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits [n, P, tokens], in fp32 or more, and the targets [n, P] that are compared.
+    def align_with_targets(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits [n, P, tokens], and the targets [n, P] with which the logits are compared.
 
-        P is T, or T - 1 with ``shift``.
+        The logits are fp32 or more. P is the number of positions, or one less with the option ``shift``.
         """
-        logits: Tensor = find_logits(outputs)
+        logits: Tensor = extract_token_logits(outputs)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # logits in an object may still be bf16
         return (logits[:, :-1], targets[:, 1:]) if self.shift else (logits, targets)
 
@@ -89,19 +97,20 @@ class Language(Objective):
         return ((targets[:, 1:] if self.shift else targets) != IGNORED_TOKEN).to(torch.float32)
 
     def losses(self, outputs: Any, targets: Tensor) -> Tensor:
-        logits, compared = self.align(outputs, targets)
+        """Return the cross-entropy of each compared position, [n, P]. Ignored positions have a loss of 0."""
+        logits, compared = self.align_with_targets(outputs, targets)
         flat = logits.flatten(0, 1), compared.flatten()  # several times as fast as with the tokens' dimension second
         losses = functional.cross_entropy(*flat, reduction="none", ignore_index=IGNORED_TOKEN)
         return losses.view(compared.shape)
 
     def columns(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
-        logits, compared = self.align(outputs, targets)
+        logits, compared = self.align_with_targets(outputs, targets)
         return {"correct": ((logits.argmax(2) == compared) & (compared != IGNORED_TOKEN)).sum(1)}
 
     def measure(self, columns: Columns) -> dict[str, float]:
         """Return ``perplexity`` (the exponential of a token's mean loss) and ``token_accuracy``.
 
-        Without counted tokens, both are NaN.
+        If no token counts, both are NaN.
         """
         tokens = columns["weight"].sum().item()
         if not tokens:
@@ -110,28 +119,31 @@ class Language(Objective):
         return {"perplexity": math.exp(min(mean, 700.0)), "token_accuracy": columns["correct"].sum().item() / tokens}
 
     def hide_padding(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Return a copy of the logits, with NaN at all positions after the last counted target of each text."""
+        """Return a copy of the logits that is NaN at all positions after the last counted target of each text."""
         still_count = (targets != IGNORED_TOKEN).flip(1).cumsum(1).flip(1)
-        hidden: Tensor = find_logits(outputs).masked_fill(still_count[..., None] == 0, math.nan)
+        hidden: Tensor = extract_token_logits(outputs).masked_fill(still_count[..., None] == 0, math.nan)
         return hidden
 
     def answers(self, outputs: Any) -> TableColumns:
-        """Return the likeliest tokens of each text as ``prediction``, without positions whose logits are NaN."""
-        logits = find_logits(outputs)
+        """Return the likeliest tokens of each text, as the text column ``prediction``.
+
+        Positions whose logits are NaN are skipped.
+        """
+        logits = extract_token_logits(outputs)
         tokens = logits.argmax(2).masked_fill(logits.isnan().any(2), IGNORED_TOKEN)
-        return {"prediction": self.describe_texts(tokens)}
+        return {"prediction": self.format_texts(tokens)}
 
     def truths(self, targets: Tensor) -> TableColumns:
-        return {"truth": self.describe_texts(targets)}
+        return {"truth": self.format_texts(targets)}
 
-    def describe_texts(self, texts: Tensor) -> list[str]:
-        return [self.describe_tokens([token for token in row if token >= 0]) for row in texts.tolist()]
+    def format_texts(self, texts: Tensor) -> list[str]:
+        return [self.format_tokens([token for token in row if token >= 0]) for row in texts.tolist()]
 
-    def describe_tokens(self, tokens: list[int]) -> str:
+    def format_tokens(self, tokens: list[int]) -> str:
         """Return the first 200 tokens as a text of at most 200 characters.
 
-        Uses the user's ``decode`` if given. Otherwise joins the tokens' names, by spaces unless all names are single
-        characters.
+        If the option ``decode`` is set, calls the user's function. Otherwise joins the tokens' names, by spaces unless
+        all names are single characters.
         """
         if self.decode is not None:
             return str(self.decode(tokens[:LONGEST_TEXT]))[:LONGEST_TEXT]
@@ -139,11 +151,11 @@ class Language(Objective):
         return ("" if all(len(name) == 1 for name in self.facts.classes) else " ").join(names)[:LONGEST_TEXT]
 
 
-def find_logits(outputs: Any) -> Any:
+def extract_token_logits(outputs: Any) -> Any:
     """Return the logits in a model's outputs.
 
-    The logits are ``logits`` of an object or dict, the first item of a tuple, or the outputs themselves. A dict without
-    ``logits`` gives None.
+    The logits are ``logits`` of an object or dict, the first item of a tuple, or the outputs themselves. If a dict has
+    no ``logits``, returns None.
     """
     if hasattr(outputs, "logits"):  # checked before the items of transformers' dicts, which are another copy
         return outputs.logits

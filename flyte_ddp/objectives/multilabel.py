@@ -33,9 +33,9 @@ class Multilabel(Objective):
     loss_unit = "binary cross-entropy (nats)"
 
     def check_targets(self, targets: NDArray[Any]) -> None:
-        """Raise UserError unless ``targets`` are floats [samples, labels] of 0, 1 and NaN.
+        """Raise UserError unless ``targets`` are floats [samples, labels] of 0, 1 and NaN (unknown).
 
-        If labels have names, the numbers of labels and names must be equal.
+        If class names are given, also raises UserError unless each label has a name.
         """
         rule = "float [samples, labels] of 0 and 1, or NaN for unknown (astype('float32'))"
         require_targets("multilabel", targets, (2,), "f", rule)
@@ -57,6 +57,7 @@ class Multilabel(Objective):
 
     def losses(self, outputs: Any, targets: Tensor) -> Tensor:
         # Unknown labels are replaced, because NaN times a weight of 0 is NaN.
+        """Return the binary cross-entropy of each label, [n, labels]. Unknown labels get the loss of the label 0."""
         known = targets.nan_to_num(nan=0.0).to(outputs.dtype)
         return functional.binary_cross_entropy_with_logits(outputs, known, reduction="none")
 
@@ -64,10 +65,10 @@ class Multilabel(Objective):
         return {"probability": outputs.sigmoid(), "truth": targets}
 
     def measure(self, columns: Columns) -> dict[str, float]:
-        """Return the measures that ``measures`` names, as scikit-learn's macro averages over the labels.
+        """Return the measures that ``measures`` names: macro averages over the labels, computed as by scikit-learn.
 
         A label without a known positive sample is skipped. AUROC and balanced accuracy also skip labels without a
-        negative sample. A measure without any label is NaN.
+        negative sample. If all labels are skipped, the measure is NaN.
         """
         rows = make_binary_labels(columns).measure()
         named = [name for name in self.measures if name in MEASURES["multilabel"]]
@@ -78,9 +79,9 @@ class Multilabel(Objective):
         return None if customised else make_binary_labels(columns)
 
     def loss_of_best_constant(self, columns: Columns) -> float | None:
-        """Return the loss of predicting each label by its share of the known samples.
+        """Return the loss if each label's share of the known samples were predicted for all samples.
 
-        Returns None if a subclass overrides the loss, the weights or the columns.
+        If a subclass overrides the loss, the weights or the columns, returns None.
         """
         if overrides(self, Multilabel, "losses", "weights", "columns"):
             return None
@@ -96,17 +97,21 @@ class Multilabel(Objective):
         return self.facts.classes or tuple(map(str, range(labels)))
 
     def answers(self, outputs: Any) -> TableColumns:
+        """Return a table's columns: ``prediction`` (the predicted labels as a text) and ``probability_<label>``."""
         probabilities = outputs.sigmoid().cpu()
         names = self.name_labels(probabilities.shape[1])
-        columns, predicted = name_columns("probability", names), list_labels(probabilities >= THRESHOLD, names)
+        columns, predicted = name_columns("probability", names), join_label_names(probabilities >= THRESHOLD, names)
         return {"prediction": predicted, **dict(zip(columns, probabilities.T.tolist(), strict=True))}
 
     def top_answers(self, outputs: Any, number: int) -> TableColumns:
-        """Return ``prediction``, and ``top_<rank>`` and ``probability_top_<rank>`` of the likeliest labels."""
+        """Return columns of the ``number`` likeliest labels: ``top_<rank>`` and ``probability_top_<rank>``.
+
+        The predicted labels are returned as a text in the column ``prediction``.
+        """
         probabilities = outputs.sigmoid().cpu()
         names = self.name_labels(probabilities.shape[1])
         ranks = probabilities.nan_to_num(nan=0.0).topk(min(number, len(names))).indices
-        predicted = list_labels(probabilities >= THRESHOLD, names)
+        predicted = join_label_names(probabilities >= THRESHOLD, names)
         return {"prediction": predicted, **top_columns("", "probability", names, probabilities, ranks)}
 
     def truths(self, targets: Tensor) -> TableColumns:
@@ -114,13 +119,13 @@ class Multilabel(Objective):
         return {**self.top_truths(targets, 0), **dict(zip(columns, targets.T.tolist(), strict=True))}
 
     def top_truths(self, targets: Tensor, number: int) -> TableColumns:  # noqa: ARG002
-        """Return each sample's labels as a text in the column ``truth``."""
-        texts = list_labels(targets.cpu() == 1, self.name_labels(targets.shape[1]))
+        """Return each sample's labels as a text, in the column ``truth``. The ``number`` of ranks is ignored."""
+        texts = join_label_names(targets.cpu() == 1, self.name_labels(targets.shape[1]))
         unknown = targets.isnan().all(1).tolist()
         return {"truth": ["unknown" if nothing else text for text, nothing in zip(texts, unknown, strict=True)]}
 
     def sections(self, columns: Columns) -> list[Section]:
-        """Return a table of the labels' measures, curves of labels, and the pictures with the largest losses."""
+        """Return sections of the report: the labels' measures, curves, and pictures with the largest losses."""
         rows: list[list[str | float | None]] = []
         labels = make_binary_labels(columns)
         measured = labels.measure()
@@ -144,6 +149,9 @@ def make_binary_labels(columns: Columns) -> BinaryLabels:
     return BinaryLabels(truth, scores, scores >= THRESHOLD)
 
 
-def list_labels(there: Tensor, names: Sequence[str]) -> list[str]:
-    """Return each sample's labels as a text, "none" without labels. ``there`` [n, labels] marks the labels."""
+def join_label_names(there: Tensor, names: Sequence[str]) -> list[str]:
+    """Return each sample's label names as a text, or "none".
+
+    ``there`` [n, labels] is True where a sample has the label.
+    """
     return [", ".join(compress(names, row)) or "none" for row in there.tolist()]

@@ -50,11 +50,16 @@ class Regression(Objective):
         return int(np.prod(self.facts.target_shape))
 
     def check_targets(self, targets: NDArray[Any]) -> None:
+        """Raise UserError unless ``targets`` are floats [samples] or [samples, numbers], finite or NaN (unknown)."""
         rule = "float [samples] or [samples, numbers] (astype('float32'))"
         require_targets("regression", targets, (1, 2), "f", rule)
         require_values("regression", targets, lambda part: ~np.isinf(part), "a number, or NaN for unknown")
 
     def check_outputs(self, model: str, outputs: Any, targets: Tensor) -> None:
+        """Raise UserError unless the outputs have the shape of the targets. ``model`` is named in the error.
+
+        For targets [n], outputs [n, 1] are also accepted.
+        """
         expected = tuple(targets.shape)
         if targets.dim() == 1 and isinstance(outputs, Tensor) and outputs.dim() == 2:
             expected = (len(targets), 1)
@@ -71,7 +76,7 @@ class Regression(Objective):
     def losses(self, outputs: Any, targets: Tensor) -> Tensor:
         """Return the loss of each number, in the shape of the targets.
 
-        If all numbers are known, returns the mean loss of each sample, [n].
+        If no target can be unknown, returns each sample's mean loss, [n].
         """
         # Unknown numbers are replaced, because NaN times a weight of 0 is NaN.
         known = targets.nan_to_num(nan=0.0) if self.has_weights else targets
@@ -80,6 +85,7 @@ class Regression(Objective):
         return losses if self.has_weights or losses.dim() == 1 else losses.mean(1)
 
     def loss_sum(self, outputs: Any, targets: Tensor, weights: Tensor | None, samples: int) -> Tensor:
+        """Return the weighted sum of a batch's losses, as a scalar. Without weights, sums each sample's mean loss."""
         if weights is not None or self.has_weights:
             return super().loss_sum(outputs, targets, weights, samples)
         total = LOSSES[self.loss](outputs.reshape(targets.shape), targets.to(outputs.dtype), reduction="sum")
@@ -89,19 +95,19 @@ class Regression(Objective):
         return {"prediction": outputs.reshape(targets.shape), "truth": targets}
 
     def measure(self, columns: Columns) -> dict[str, float]:
-        """Return root mean squared error, mean absolute error and R2, as scikit-learn computes them.
+        """Return root mean squared error, mean absolute error and R2, computed as by scikit-learn.
 
         Each measure is computed for each number of a target, over the samples where the number is known, and averaged
-        over the numbers. Numbers for which a measure is undefined are skipped. A measure without any defined number is
-        NaN.
+        over the numbers. Numbers for which the measure is undefined are skipped. If all numbers are skipped, the
+        measure is NaN.
         """
-        found = self.measure_numbers(columns)
+        found = self.measure_each_number(columns)
         return {name: mean_of_defined([row[name] for row in found]) for name in self.measures}
 
-    def measure_numbers(self, columns: Columns) -> list[dict[str, float]]:
+    def measure_each_number(self, columns: Columns) -> list[dict[str, float]]:
         """Return ``rmse``, ``mae`` and ``r2`` of each number of a target, over the samples where the number is known.
 
-        A measure is NaN without known samples, and R2 also with a single sample. Imports scikit-learn.
+        Without known samples, the measures are NaN. R2 is also NaN for a single sample. Imports scikit-learn.
         """
         from sklearn import metrics  # late, because the import takes a second, and most ranks measure nothing
 
@@ -115,11 +121,14 @@ class Regression(Objective):
                 name: float(function(truth, prediction)) if len(truth) >= (2 if name == "r2" else 1) else float("nan")
                 for name, function in functions.items()
             }
-            for truth, prediction in known_numbers(columns)
+            for truth, prediction in list_known_pairs(columns)
         ]
 
     def loss_of_best_constant(self, columns: Columns) -> float | None:
-        """Return the loss of the best constant (the mean for mse, the median for l1), or None for huber."""
+        """Return the loss of the best constant prediction: the mean for mse, the median for l1.
+
+        For huber, or if a subclass overrides losses, weights or columns, returns None.
+        """
         if overrides(self, Regression, "losses", "weights", "columns") or self.loss == "huber":
             return None
         truth = columns["truth"] if columns["truth"].dim() > 1 else columns["truth"][:, None]
@@ -131,10 +140,13 @@ class Regression(Objective):
         return number_columns("prediction", outputs.reshape(len(outputs), *self.facts.target_shape))
 
     def sections(self, columns: Columns) -> list[Section]:
-        """Return scatter charts and histograms of the first 4 numbers, a table of errors, and the largest losses."""
+        """Return sections of the report: charts of the first 4 numbers, a table of errors, and the largest losses.
+
+        The charts are a scatter chart and a histogram of residuals for each number.
+        """
         rows: list[list[str | float | None]] = []
         charts: list[Section] = []
-        measured = self.measure_numbers(columns)
+        measured = self.measure_each_number(columns)
         names = [f"number {place}" for place in range(len(measured))]
         if len(self.facts.classes) == len(names):
             names = [*self.facts.classes]
@@ -143,7 +155,7 @@ class Regression(Objective):
             text += f" The first {DRAWN_NUMBERS} of {len(names)} numbers are drawn."
         if len(columns["truth"]) > MOST_POINTS:
             text += f" At most {MOST_POINTS:,} samples are drawn as points."
-        for name, (truth, prediction), measures in zip(names, known_numbers(columns), measured, strict=True):
+        for name, (truth, prediction), measures in zip(names, list_known_pairs(columns), measured, strict=True):
             residuals = prediction - truth
             rows.append([name, len(truth), *measures.values(), float(residuals.mean()) if len(truth) else None])
             if len(truth) and len(rows) <= DRAWN_NUMBERS:
@@ -160,8 +172,8 @@ class Regression(Objective):
         return [*charts, Table("Errors", text, header, rows), *super().sections(columns)]
 
 
-def known_numbers(columns: Columns) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
-    """Return pairs (truths, predictions) for each number of a target, without the samples whose truth is unknown."""
+def list_known_pairs(columns: Columns) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
+    """Return the pair (truths, predictions) for each number of a target, without samples whose truth is unknown."""
     samples = len(columns["truth"])
     truths, predictions = (columns[name].reshape(samples, -1).T.numpy() for name in ("truth", "prediction"))
     pairs = zip(truths, predictions, strict=True)

@@ -38,11 +38,16 @@ class Segmentation(Objective):
         )
 
     def check_outputs(self, model: str, outputs: Any, targets: Tensor) -> None:
+        """Raise UserError unless the logits have the shape [samples, classes, height, width] of the masks.
+
+        ``model`` is named in the error.
+        """
         shape = len(targets), self.outputs, *targets.shape[1:]
         fix = "upsample to the mask's size, and size its last layer by num_classes"
-        require_outputs(model, logits_of(outputs), shape, "(samples, classes, height, width)", fix)
+        require_outputs(model, extract_mask_logits(outputs), shape, "(samples, classes, height, width)", fix)
 
     def weights(self, targets: Tensor) -> Tensor:
+        """Return the weight of each pixel: 0 for ignored pixels, else the weight of the pixel's class (default 1)."""
         counts = targets != IGNORED
         if self.class_weights is None:
             return counts.to(torch.float32)
@@ -50,18 +55,19 @@ class Segmentation(Objective):
 
     def losses(self, outputs: Any, targets: Tensor) -> Tensor:
         # Uses rows of pixels, because the loss of images has no deterministic form on a GPU.
-        rows = functional.log_softmax(logits_of(outputs), 1).movedim(1, -1).flatten(0, -2)
+        """Return the cross-entropy of each pixel, [n, H, W]. Ignored pixels have a loss of 0."""
+        rows = functional.log_softmax(extract_mask_logits(outputs), 1).movedim(1, -1).flatten(0, -2)
         losses = functional.nll_loss(rows, targets.flatten().long(), reduction="none", ignore_index=IGNORED)
         return losses.view(targets.shape)
 
     def columns(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
-        """Return the number of pixels of each class, [n, classes], without ignored pixels.
+        """Return pixel counts of each sample and class, [n, classes], without ignored pixels.
 
-        ``true`` counts by the targets, ``predicted`` by the outputs, and ``correct`` counts the pixels where both
-        agree.
+        The column ``true`` counts the targets, and ``predicted`` counts the outputs. The column ``correct`` counts the
+        pixels where both agree.
         """
         classes = self.outputs
-        predicted = torch.where(targets == IGNORED, classes, logits_of(outputs).argmax(1))
+        predicted = torch.where(targets == IGNORED, classes, extract_mask_logits(outputs).argmax(1))
         truth = torch.where(targets == IGNORED, classes, targets.long())
         return {
             "correct": count_pixels(torch.where(predicted == truth, truth, classes), classes),
@@ -70,20 +76,21 @@ class Segmentation(Objective):
         }
 
     def measure(self, columns: Columns) -> dict[str, float]:
-        """Return the mean IoU over the classes that occur in truth or predictions, and the share of correct pixels.
+        """Return ``miou`` and ``pixel_accuracy``, over the pixels of all samples together.
 
-        Pixels of all samples count together. Without counted pixels, both are NaN.
+        ``miou`` is the mean IoU of the classes that occur in truth or predictions. ``pixel_accuracy`` is the share of
+        correct pixels. If no pixel counts, both are NaN.
         """
-        defined = intersection_over_union(columns)
+        defined = compute_iou_by_class(columns)
         defined = defined[~defined.isnan()]
         pixels = columns["true"].sum().item()
         accuracy = columns["correct"].sum().item() / pixels if pixels else float("nan")
         return {"miou": defined.mean().item() if len(defined) else float("nan"), "pixel_accuracy": accuracy}
 
     def loss_of_best_constant(self, columns: Columns) -> float | None:
-        """Return the entropy of the classes' shares of all pixels.
+        """Return the loss of the best constant prediction: the entropy of the classes' shares of all pixels.
 
-        Returns None with class weights, or if a subclass overrides the loss.
+        With class weights, or if a subclass overrides losses, weights or columns, returns None.
         """
         if overrides(self, Segmentation, "losses", "weights", "columns") or self.class_weights is not None:
             return None
@@ -91,32 +98,32 @@ class Segmentation(Objective):
         return float(-torch.special.xlogy(shares, shares).sum())
 
     def masks(self, outputs: Any) -> Tensor:
-        found: Tensor = logits_of(outputs).argmax(1)
+        found: Tensor = extract_mask_logits(outputs).argmax(1)
         return found
 
     def answers(self, outputs: Any) -> TableColumns:
-        return self.share_columns("share", self.masks(outputs))
+        return self.make_share_columns("share", self.masks(outputs))
 
     def top_answers(self, outputs: Any, number: int) -> TableColumns:
         """Return ``top_<rank>`` and ``share_top_<rank>`` of the classes with the most pixels."""
-        return self.top_share_columns("", self.masks(outputs), number)
+        return self.make_top_share_columns("", self.masks(outputs), number)
 
     def truths(self, targets: Tensor) -> TableColumns:
-        return self.share_columns("truth", self.mark_ignored(targets))
+        return self.make_share_columns("truth", self.replace_ignored(targets))
 
     def top_truths(self, targets: Tensor, number: int) -> TableColumns:
         """Return ``truth_top_<rank>`` and ``truth_share_top_<rank>`` of the classes with the most pixels."""
-        return self.top_share_columns("truth_", self.mark_ignored(targets), number)
+        return self.make_top_share_columns("truth_", self.replace_ignored(targets), number)
 
-    def mark_ignored(self, targets: Tensor) -> Tensor:
+    def replace_ignored(self, targets: Tensor) -> Tensor:
         return torch.where(targets == IGNORED, self.outputs, targets.long())
 
-    def share_columns(self, prefix: str, masks: Tensor) -> TableColumns:
+    def make_share_columns(self, prefix: str, masks: Tensor) -> TableColumns:
         names = name_columns(prefix, self.facts.classes)
         return dict(zip(names, self.measure_shares(masks).T.tolist(), strict=True))
 
-    def top_share_columns(self, prefix: str, masks: Tensor, number: int) -> TableColumns:
-        """Return columns of the ``number`` classes with the most pixels in each mask.
+    def make_top_share_columns(self, prefix: str, masks: Tensor, number: int) -> TableColumns:
+        """Return columns with name and share of the ``number`` classes with the most pixels in each mask.
 
         The columns' names begin with ``prefix``. Where fewer classes have pixels, the name is "" and the share is NaN.
         """
@@ -131,9 +138,9 @@ class Segmentation(Objective):
         return counts / counts.sum(1, keepdim=True)
 
     def sections(self, columns: Columns) -> list[Section]:
-        """Return a table of the classes' IoU and pixels, and the pictures with the largest losses."""
+        """Return sections of the report: a table of IoU and pixels by class, and pictures with the largest losses."""
         correct, predicted, true = (columns[name].sum(0).long().tolist() for name in ("correct", "predicted", "true"))
-        found = intersection_over_union(columns).tolist()
+        found = compute_iou_by_class(columns).tolist()
         counts = zip(true, predicted, correct, strict=True)
         rows = [[name, iou, *pixels] for name, iou, pixels in zip(self.facts.classes, found, counts, strict=True)]
         text = (
@@ -148,21 +155,24 @@ class Segmentation(Objective):
         return [Table("Classes", text, header, rows), Pictures("Largest losses", worst, largest_losses(columns))]
 
 
-def logits_of(outputs: Any) -> Any:
-    """Return the logits in a model's outputs: ``out`` of a dict, or the outputs. A dict without ``out`` gives None."""
+def extract_mask_logits(outputs: Any) -> Any:
+    """Return the logits in a model's outputs: ``out`` of a dict (None if missing), or the outputs themselves."""
     return outputs.get("out") if isinstance(outputs, Mapping) else outputs
 
 
 def count_pixels(masks: Tensor, classes: int) -> Tensor:
-    """Count the pixels of each class, [n, classes], in masks [n, H, W].
+    """Return the number of pixels of each class in each mask, [n, classes]. ``masks`` are class numbers [n, H, W].
 
-    Pixels with the value ``classes`` do not count.
+    Pixels with the value ``classes`` are not counted.
     """
     rows = masks.flatten(1) + (classes + 1) * torch.arange(len(masks), device=masks.device)[:, None]
     return rows.flatten().bincount(minlength=(classes + 1) * len(masks)).view(len(masks), classes + 1)[:, :classes]
 
 
-def intersection_over_union(columns: Columns) -> Tensor:
-    """Return the IoU of each class, [classes], over all samples. NaN for a class that occurs nowhere."""
+def compute_iou_by_class(columns: Columns) -> Tensor:
+    """Return the intersection over union (IoU) of each class, [classes], over all samples.
+
+    If a class occurs in no truth and no prediction, its IoU is NaN.
+    """
     correct, predicted, true = (columns[name].sum(0) for name in ("correct", "predicted", "true"))
     return correct / (predicted + true - correct)

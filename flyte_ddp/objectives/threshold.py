@@ -12,14 +12,14 @@ from flyte_ddp.core.objectives.objective import Objective
 
 
 def fit_threshold(text: str, truth: Bools, scores: Floats) -> float:
-    """Return the best threshold by the rule ``text``: f1, recall=R, cost=C, or a fixed probability.
+    """Return the threshold that is best for the given samples by a rule, or the fixed probability in ``text``.
 
-    Compares all divisions of the samples, including the division without a predicted positive. A threshold is halfway
-    between neighbouring scores, or between a score and 0 or 1. Returns the highest of equally good thresholds. At least
-    one sample must be positive, unless the threshold is fixed.
+    A threshold is halfway between neighbouring scores, or between a score and 0 or 1. If thresholds are equally good,
+    returns the highest. A threshold may predict no positive sample. Unless the threshold is fixed, at least one sample
+    must be positive.
 
     Args:
-        text: The hyperparameter ``threshold``.
+        text: The hyperparameter ``threshold``: f1, recall=R, cost=C, or a fixed probability.
         truth: True for samples of the positive class.
         scores: Probability of the positive class.
     """
@@ -43,15 +43,15 @@ def fit_threshold(text: str, truth: Bools, scores: Floats) -> float:
 
 
 def predict_classes(objective: Objective, logits: Tensor) -> Tensor:
-    """Return the predicted classes [n] of logits [n, classes].
+    """Return the predicted class of each sample, [n]. ``logits`` have the shape [n, classes].
 
-    If the objective has a threshold, class 1 is predicted from this probability on, else class 0. Without a threshold,
-    the likeliest class is predicted.
+    With a threshold, the class is 1 if its probability is at least the threshold, else 0. Without a threshold, the
+    class is the likeliest class.
     """
     threshold = objective.facts.threshold
-    return logits.argmax(1) if threshold is None else decide(logits.double().softmax(1)[:, 1], threshold)
+    return logits.argmax(1) if threshold is None else apply_threshold(logits.double().softmax(1)[:, 1], threshold)
 
 
-def decide(probabilities: Tensor, threshold: float) -> Tensor:
+def apply_threshold(probabilities: Tensor, threshold: float) -> Tensor:
     """Return 1 where the probability is at least ``threshold``, else 0, int64."""
     return (probabilities >= threshold).to(torch.int64)

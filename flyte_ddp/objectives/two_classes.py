@@ -20,23 +20,23 @@ RULES = {
 }
 
 
-def list_class_sections(facts: Facts, columns: Columns) -> list[Section]:
-    """Return sections about the second class: threshold, highest scores and calibration.
+def list_second_class_sections(facts: Facts, columns: Columns) -> list[Section]:
+    """Return sections of the report about the second of two classes: threshold, highest scores and calibration.
 
-    ``columns`` are ``truth``, ``probability`` and ``prediction``. If all samples are of one class, returns the
-    threshold's section only.
+    ``columns`` are ``truth``, ``probability`` and ``prediction``. If all samples are of one class, returns only the
+    section on the threshold.
     """
     truth, scores, name = columns["truth"].numpy() == 1, columns["probability"].numpy(), facts.classes[1]
-    decision = tabulate_decision(facts, truth, scores, columns["prediction"].numpy() == 1)
+    decision = tabulate_threshold_decisions(facts, truth, scores, columns["prediction"].numpy() == 1)
     if not truth.any() or truth.all():
         return [decision]
-    return [decision, tabulate_top(name, truth, scores), draw_calibration(name, truth, scores)]
+    return [decision, tabulate_highest_scores(name, truth, scores), make_calibration_curve(name, truth, scores)]
 
 
-def tabulate_decision(facts: Facts, truth: Bools, scores: Floats, used: Bools) -> Table:
-    """Return a table that compares the model's decisions ``used`` [N] with the decisions by a threshold of 0.5.
+def tabulate_threshold_decisions(facts: Facts, truth: Bools, scores: Floats, used: Bools) -> Table:
+    """Return a table of hits, false alarms and misses, for the fitted threshold and for a threshold of 0.5.
 
-    Without a fitted threshold, the table has one row.
+    ``used`` [N] is True where the model predicts the second class. Without a fitted threshold, the table has one row.
     """
     name, fitted = facts.classes[1], facts.threshold
     rule, number = parse_threshold(facts.threshold_rule) if facts.threshold_rule else ("", 0.0)
@@ -57,11 +57,10 @@ def tabulate_decision(facts: Facts, truth: Bools, scores: Floats, used: Bools) -
     return Table("Threshold", text, header, rows)
 
 
-def tabulate_top(name: str, truth: Bools, scores: Floats) -> Table:
+def tabulate_highest_scores(name: str, truth: Bools, scores: Floats) -> Table:
     """Return a table of precision, lift and recall among the 1, 5 and 10 % of samples with the highest scores.
 
-    ``name`` is the name of the positive class, which must occur. If scores are equal, the mean over all orders of these
-    samples counts.
+    ``name`` is the name of the positive class, which must occur. Samples with equal scores count as in a random order.
     """
     _, hits, alarms = count_above(truth, scores)
     samples, positives = len(truth), int(hits[-1])
@@ -78,10 +77,10 @@ def tabulate_top(name: str, truth: Bools, scores: Floats) -> Table:
     return Table("Samples with the highest scores", text, ("Top", "Samples", "Precision", "Lift", "Recall"), rows)
 
 
-def draw_calibration(name: str, truth: Bools, scores: Floats) -> Curve:
-    """Return the calibration curve of the class ``name``.
+def make_calibration_curve(name: str, truth: Bools, scores: Floats) -> Curve:
+    """Return a section with the calibration curve of the class ``name``.
 
-    In each tenth of the range of scores, the curve has the mean score, and the share of samples that are of the class.
+    For each tenth of the range of scores, a point has the samples' mean score, and the share of samples of the class.
     """
     bins = np.searchsorted(np.linspace(0, 1, BINS + 1)[1:-1], scores)
     counts = np.bincount(bins, minlength=BINS)

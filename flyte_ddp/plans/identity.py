@@ -61,11 +61,11 @@ def model_identity(hp: Hyperparameters) -> dict[str, str]:
         UserError: A module or ``init_from`` cannot be read.
     """
     own_code = hp.own_code("dataset")  # the data set's code counts in the data's fingerprint
-    weights = catalog.find_weights(hp.model, hp.init_from)
+    weights = catalog.find_torchvision_weights(hp.model, hp.init_from)
     return {
         "code": library_digest(),
         "user_code": user_source_digest(*own_code) if own_code else "",
-        "initial_weights": initial_weights.identify_weights(hp.init_from, weights),
+        "initial_weights": initial_weights.hash_initial_weights(hp.init_from, weights),
         "releases": list_releases(),
     }
 
@@ -76,6 +76,6 @@ def check_known_image_size(hp: Hyperparameters) -> None:
     Does nothing if the size of the images is not known yet.
     """
     encoded = catalog.ENCODED_SIDE if hp.encoded_kind else 0
-    chosen = catalog.choose_side(hp.image_size, catalog.find_weights(hp.model, hp.init_from))
+    chosen = catalog.choose_image_side(hp.image_size, catalog.find_torchvision_weights(hp.model, hp.init_from))
     if side := chosen or catalog.DATASETS.get(hp.dataset, encoded):
         catalog.check_image_size(hp.model, side, side)

@@ -42,7 +42,7 @@ class NamedModel(ModelSource):
     def choose_input(self, images: InputSpec) -> InputSpec:
         from flyte_ddp.models import zoo
 
-        weights = catalog.find_weights(self.hp.model, self.hp.init_from)
+        weights = catalog.find_torchvision_weights(self.hp.model, self.hp.init_from)
         return zoo.choose_input_spec(self.hp.model, images, self.hp.image_size, weights)
 
     def build(self, outputs: int, inputs: ModelInput) -> nn.Module:
@@ -54,8 +54,8 @@ class NamedModel(ModelSource):
         init_from, init_skip = self.hp.init_from, self.hp.init_skip
         initial_weights.load_initial_weights(model, file, name=self.name, init_from=init_from, init_skip=init_skip)
 
-    def list_seeded_tensors(self, state_dict: Mapping[str, Any]) -> list[str]:
-        return initial_weights.list_seeded_tensors(state_dict, self.hp.init_from, self.hp.init_skip)
+    def list_randomly_initialised_tensors(self, state_dict: Mapping[str, Any]) -> list[str]:
+        return initial_weights.list_randomly_initialised_tensors(state_dict, self.hp.init_from, self.hp.init_skip)
 
 
 @dataclass(frozen=True)

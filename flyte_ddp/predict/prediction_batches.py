@@ -37,7 +37,7 @@ from flyte_ddp.datasets.rows import MISSING, normalize_columns
 from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.datasets.table import UNKNOWN
 from flyte_ddp.models import artifacts
-from flyte_ddp.objectives import objective_of_sidecar
+from flyte_ddp.objectives import make_objective_of_saved_model
 from flyte_ddp.predict.new_rows import cast_leaf, make_model_inputs
 
 WHOLE_NUMBERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -60,7 +60,7 @@ class SavedModel:
         self.digest = self.sidecar.digests.weights  # SHA-256 of model.pt
         self.classes = [*self.sidecar.classes]
         self.order: list[int] | None = None  # the place of each class in the module's outputs; None: the same order
-        self.objective = objective_of_sidecar(self.sidecar)
+        self.objective = make_objective_of_saved_model(self.sidecar)
         self.spec = saving.make_input_spec(self.sidecar.input)
         self.hyperparameters = self.sidecar.hyperparameters  # of the training
         self.collate, self.seed = (

@@ -17,7 +17,7 @@ from flyte_ddp.core.models.inputs import InputSpec
 from flyte_ddp.core.samples.leaves import Leaves, name_leaves
 from flyte_ddp.objectives import Classification, Language, Objective
 from flyte_ddp.objectives.classification import split_logits
-from flyte_ddp.objectives.language import find_logits
+from flyte_ddp.objectives.language import extract_token_logits
 from flyte_ddp.objectives.threshold import predict_classes
 from flyte_ddp.predict.prediction_batches import SavedModel
 
@@ -60,7 +60,7 @@ def batch_columns(
     if own is Classification.answers:
         found |= class_columns(outputs, model.objective)
     elif own is Language.answers:
-        found |= text_columns(find_logits(outputs), leaves)
+        found |= text_columns(extract_token_logits(outputs), leaves)
     else:
         answers = {name: np.asarray(values) for name, values in model.objective.answers(outputs).items()}
         numbers = [values for values in answers.values() if values.dtype.kind in "biuf"]

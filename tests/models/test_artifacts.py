@@ -27,8 +27,8 @@ from flyte_ddp.core.models import saving
 from flyte_ddp.core.models.inputs import InputSpec
 from flyte_ddp.core.models.sidecar import Digests, Sidecar
 from flyte_ddp.models import artifacts, zoo
-from flyte_ddp.models.stored_code import prefer_stored_code
-from flyte_ddp.objectives import objective_of_sidecar
+from flyte_ddp.models.stored_code import use_stored_code_if_changed
+from flyte_ddp.objectives import make_objective_of_saved_model
 from flyte_ddp.objectives.language import Language
 from flyte_ddp.run import run_training
 
@@ -211,6 +211,6 @@ def test_tokens_are_decoded_by_the_code_of_the_training(tmp_path: Path, monkeypa
     (tmp_path / "own_words.py").write_text(code.replace("then", "now"))
     options = {"objective": {"decode": "own_words:decode"}}
     of_texts = replace(sidecar(), objective="language", options=options, sources={"own_words.py": code})
-    objective = objective_of_sidecar(prefer_stored_code(of_texts))
+    objective = make_objective_of_saved_model(use_stored_code_if_changed(of_texts))
     assert isinstance(objective, Language)
-    assert objective.describe_tokens([1]) == "then"
+    assert objective.format_tokens([1]) == "then"

@@ -21,7 +21,12 @@ from flyte_ddp.core.models.sidecar import read_sidecar
 from flyte_ddp.core.progress import Progress
 from flyte_ddp.core.settings import Settings
 from flyte_ddp.core.text.json_lines import read_records
-from flyte_ddp.models.initial_weights import FILE_ADVICE, fetch_weights, identify_weights, load_initial_weights
+from flyte_ddp.models.initial_weights import (
+    FILE_ADVICE,
+    fetch_initial_weights,
+    hash_initial_weights,
+    load_initial_weights,
+)
 from flyte_ddp.plans import identity
 from flyte_ddp.run import run_training
 from flyte_ddp.storage import transfer
@@ -71,7 +76,7 @@ def loaded(
 
 
 def fetching(address: str, folder: Path) -> AbstractContextManager[Path | None]:
-    return fetch_weights(address, "small_cnn", folder, Progress("off"), mirror="")
+    return fetch_initial_weights(address, "small_cnn", folder, Progress("off"), mirror="")
 
 
 def state(**options: int) -> dict[str, torch.Tensor]:
@@ -209,7 +214,7 @@ def test_a_disk_that_fills_up_while_weights_are_fetched(tmp_path: Path, server: 
 
 def test_a_name_that_is_too_long() -> None:
     with pytest.raises(UserError, match=r"^init_from='n+': cannot be read: File name too long"):
-        identify_weights("n" * 300, None)
+        hash_initial_weights("n" * 300, None)
 
 
 def test_a_part_is_only_skipped_where_there_are_weights() -> None:

@@ -22,7 +22,7 @@ from torchvision.models import get_model, get_model_weights
 from torchvision.models.googlenet import GoogLeNet
 
 from flyte_ddp import catalog
-from flyte_ddp.catalog import TORCHVISION_ADDRESS, PretrainedWeights, find_weights
+from flyte_ddp.catalog import TORCHVISION_ADDRESS, PretrainedWeights, find_torchvision_weights
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.models.inputs import InputSpec, prepare_inputs
@@ -30,7 +30,7 @@ from flyte_ddp.core.progress import Progress
 from flyte_ddp.datasets import fetch
 from flyte_ddp.datasets.encoded.cropping import crop_to_square
 from flyte_ddp.models import zoo
-from flyte_ddp.models.initial_weights import fetch_weights, load_initial_weights, torch_hub_folder
+from flyte_ddp.models.initial_weights import fetch_initial_weights, get_torch_hub_folder, load_initial_weights
 from flyte_ddp.plans.identity import check_known_image_size, model_identity
 from flyte_ddp.run import Result
 
@@ -47,7 +47,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def weights_of(model: str, init_from: str = DEFAULT) -> PretrainedWeights:
-    found = find_weights(model, init_from)
+    found = find_torchvision_weights(model, init_from)
     assert found is not None
     return found
 
@@ -73,7 +73,7 @@ def test_the_table_is_torchvisions() -> None:
             assert ours.crop_share == takes.crop_size[0] / takes.resize_size[0]
             compared += 1
         with pytest.raises(UserError) as caught:
-            find_weights(model, "torchvision:none")
+            find_torchvision_weights(model, "torchvision:none")
         assert {*re.findall(r"torchvision:([A-Z0-9_]+)", caught.value.message)} == names
     assert compared > 150
 
@@ -132,7 +132,7 @@ def publish(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> Publish:
 
 
 def fetching(model: str, folder: Path, mirror: str) -> AbstractContextManager[Path | None]:
-    return fetch_weights(DEFAULT, model, folder, Progress("off"), mirror)
+    return fetch_initial_weights(DEFAULT, model, folder, Progress("off"), mirror)
 
 
 @pytest.mark.slow
@@ -206,7 +206,7 @@ def test_the_cache_folder_is_torch_hubs(variables: dict[str, str], monkeypatch: 
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert str(torch_hub_folder()) == torch.hub.get_dir()
+    assert str(get_torch_hub_folder()) == torch.hub.get_dir()
 
 
 @pytest.mark.parametrize(

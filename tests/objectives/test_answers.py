@@ -24,7 +24,7 @@ from flyte_ddp.core.models.sidecar import read_sidecar
 from flyte_ddp.datasets import SampleArrays, open_arrays
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.models.artifacts import load_model
-from flyte_ddp.objectives import objective_of_sidecar
+from flyte_ddp.objectives import make_objective_of_saved_model
 from flyte_ddp.report.page import color_table
 from flyte_ddp.run import Result
 
@@ -309,7 +309,7 @@ def test_an_own_objective_that_cannot_describe_its_predictions_loses_no_training
     [note] = [note for note in run.page.texts("li") if "could not describe" in note]
     assert "no words" in note
     assert len(run.page.pieces("mistake")) == 16
-    objective = objective_of_sidecar(read_sidecar(run.result.sidecar))
+    objective = make_objective_of_saved_model(read_sidecar(run.result.sidecar))
     assert type(objective).__name__ == "Mute"
     with pytest.raises(ValueError, match="no words"):
         run.predict(tmp_path / "table")

@@ -67,7 +67,7 @@ def write_start_record(state: TrainingState, recorder: Recorder, *, resumed_from
     if rank() != 0:
         return
     hardware, ranks = state.hardware, world_size()
-    skipped = state.plan.model.list_seeded_tensors(state.model.state_dict())
+    skipped = state.plan.model.list_randomly_initialised_tensors(state.model.state_dict())
     recorder.write(
         TrainingStart(
             resumed_after_step=resumed_from.step if resumed_from else 0,

@@ -116,7 +116,7 @@ class ModelSource:
         """
         raise NotImplementedError
 
-    def list_seeded_tensors(self, state_dict: Mapping[str, Any]) -> list[str]:
+    def list_randomly_initialised_tensors(self, state_dict: Mapping[str, Any]) -> list[str]:
         """Return the names of the tensors that start from random weights although initial weights are loaded."""
         raise NotImplementedError
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flyte_ddp.catalog import ENCODED_SIDE, choose_side, find_weights
+from flyte_ddp.catalog import ENCODED_SIDE, choose_image_side, find_torchvision_weights
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.loading.loader_threads import ImagePool, LoaderThreads
 from flyte_ddp.core.loading.split import Split, Splits
@@ -33,9 +33,9 @@ def sample_options(data: EncodedSet, hp: Hyperparameters) -> dict[str, Any]:
     Raises:
         UserError: The import fails.
     """
-    weights = find_weights(hp.model, hp.init_from)
+    weights = find_torchvision_weights(hp.model, hp.init_from)
     return {
-        "size": choose_side(hp.image_size, weights) or ENCODED_SIDE,
+        "size": choose_image_side(hp.image_size, weights) or ENCODED_SIDE,
         "evaluation_crop_fraction": weights.crop_share if weights else EVALUATION_SHARE,
         "seed": hp.seed,
         "classes": len(data.classes) or hp.num_classes,
