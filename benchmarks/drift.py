@@ -32,8 +32,8 @@ from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.predict.sample_columns import (
     REFERENCE_SAMPLES,
     SampleColumns,
-    batch_columns,
-    draw_samples,
+    compute_sample_columns,
+    draw_random_samples,
     join_columns,
 )
 
@@ -90,7 +90,7 @@ def moved_share(
             others = round(size * change.share)
             chosen = random.choice(count(change.samples), others, replace=others > count(change.samples))
             window = join_columns([take(window, np.arange(others, size)), take(change.samples, chosen)])
-        drawn = draw_samples(window, SAMPLES, int(random.integers(2**32)))
+        drawn = draw_random_samples(window, SAMPLES, int(random.integers(2**32)))
         moved += any(column.moved for column in compare_columns(reference, drawn))
     return moved / windows
 
@@ -115,7 +115,7 @@ def describe(model: SavedModel, samples: Rows, prepare: Callable[[Any], Any]) ->
     parts = []
     for start in range(0, len(samples), BATCH):
         inputs = prepare(samples[start : start + BATCH])
-        parts.append(batch_columns(model, inputs, model.compute_outputs(inputs)))
+        parts.append(compute_sample_columns(model, inputs, model.compute_outputs(inputs)))
     return join_columns(parts)
 
 

@@ -211,7 +211,7 @@ def prepared_data(folder: Path) -> Target:
 def reference(folder: Path) -> Target:
     path = folder / "reference.npz"
     columns = {"age": np.arange(9.0), "city": np.array(["a", "b", "c"] * 3)}
-    Reference(columns, {"loss": torch.arange(9.0)}).write(path)
+    Reference(columns, {"loss": torch.arange(9.0)}).write_file(path)
     good = path.read_bytes()
 
     def case(chance: random.Random) -> None:
@@ -221,7 +221,7 @@ def reference(folder: Path) -> Target:
                 named = dict(stored)
             named[chance.choice([*named])] = np.array(chance.choice([1, "a", [], [[1, 2]], 1j, ["x"] * 9]))
             content = pack(named)
-        Reference.read(content)
+        Reference.from_bytes(content)
 
     return Target(case)
 

@@ -24,7 +24,7 @@ from flyte_ddp.export.graphs import ONNX, NotExportedError, ServedImages, Served
 from flyte_ddp.export.onnx_process import OnnxProcess
 from flyte_ddp.models import artifacts
 from flyte_ddp.objectives.segmentation import logits_of
-from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
+from flyte_ddp.predict.prediction_batches import SavedModel, read_test_batches
 
 BATCH_SIZES = (1, 7, 64)  # several, because a graph may contain the size of a batch as a constant
 EXAMPLE = 7  # samples of the batch that exporters trace
@@ -113,13 +113,13 @@ def export_images_model(model: SavedModel, data: PreparedSet, folder: Path) -> C
     write_onnx(served, example, sizes, folder)
 
     def compute_logits() -> Iterator[Tensor]:
-        for batch in read_test_split(model, data):
+        for batch in read_test_batches(model, data):
             if len(batch.inputs):
                 yield from logits_of(model.compute_outputs(batch.inputs)).float().cpu()
 
     def make_batches() -> Batches:
         """Yield each image alone in its original size, with logits. The first image also fills larger BATCH_SIZES."""
-        images = data.iterate_test_images(model.describe_opening())
+        images = data.iterate_test_images(model.make_test_opening())
         for place, (image, row) in enumerate(zip(images, compute_logits(), strict=True)):
             coloured = np.repeat(image, served.channels // image.shape[2], axis=2)
             sizes = [size for size in BATCH_SIZES if size * coloured.nbytes <= MOST_BYTES] if place == 0 else []

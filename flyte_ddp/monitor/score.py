@@ -14,7 +14,7 @@ from flyte_ddp.core.objectives.objective import Columns
 from flyte_ddp.core.training.evaluate import compute_measures
 from flyte_ddp.monitor.window import FEWEST, Score
 from flyte_ddp.objectives import Classification, Objective, Regression
-from flyte_ddp.predict.sample_columns import draw_measured
+from flyte_ddp.predict.sample_columns import draw_objective_columns
 from flyte_ddp.release.scores import FORMULAS, is_higher_better, name_scores, needs_calls, score_samples
 
 ALPHA = 0.01  # of a window, one-sided
@@ -45,7 +45,7 @@ def measure_score(objective: Objective, parts: Sequence[Mapping[str, Tensor]], h
     found = measure_truth(objective, columns)
     if found.score is None:
         return found
-    drawn = {name: torch.from_numpy(values) for name, values in draw_measured(columns, seed).items()}
+    drawn = {name: torch.from_numpy(values) for name, values in draw_objective_columns(columns, seed).items()}
     p = find_p_value(objective, drawn, found.score, held_out, seed)
     return found if p is None else replace(found, worse_p=p, worse=p <= ALPHA)
 

@@ -35,20 +35,20 @@ from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.monitor.truth import add_truth, find_known_truths
 from flyte_ddp.monitor.window import FEWEST, Window
 from flyte_ddp.pods.run_inputs import find_or_fetch_data_set
-from flyte_ddp.predict.predict import find_undefined_rows, images_from_inputs, own_decoding
+from flyte_ddp.predict.predict import mark_rows_with_nan, own_decoding, restore_images
 from flyte_ddp.predict.prediction_batches import (
     Batch,
     SavedModel,
-    find_images,
-    read_folder_batches,
-    read_test_split,
+    list_image_files,
+    read_image_batches,
+    read_test_batches,
 )
 from flyte_ddp.predict.row_batches import read_row_batches
 from flyte_ddp.predict.sample_columns import (
     Reference,
     SampleColumns,
-    batch_columns,
-    draw_samples,
+    compute_sample_columns,
+    draw_random_samples,
     join_columns,
 )
 from flyte_ddp.release.evaluation import find_targets
@@ -95,11 +95,11 @@ class WatchedModel:
                 self.digest.update(leaf.cpu().flatten().view(torch.uint8).numpy() if is_tensor else repr(leaf).encode())
             with translate_user_errors(f"model {model.sidecar.model!r} on samples {ids[0]} to {ids[-1]}"):
                 outputs = model.compute_outputs(batch.inputs)
-                columns = batch_columns(model, batch.inputs, outputs, batch.rows)
+                columns = compute_sample_columns(model, batch.inputs, outputs, batch.rows)
             if columns.keys() != self.reference.keys():
                 names = f"the columns {join_first(columns)}, and the held-out samples {join_first(self.reference)}"
                 raise UserError(f"samples {ids[0]} to {ids[-1]} have {names}: the names must be the same in each batch")
-            usable = ~find_undefined_rows(outputs, len(ids))
+            usable = ~mark_rows_with_nan(outputs, len(ids))
             self.bad.names |= dict.fromkeys(ids[~usable].tolist(), "its outputs are NaN")
             self.ids += ids[usable].tolist()
             parts.append({name: values[usable] for name, values in columns.items()})
@@ -134,7 +134,7 @@ class WatchedModel:
         """
         ratings, spec = rate_samples(self.reference, columns), self.model.spec
         first = usable[np.argsort(-ratings[usable], kind="stable")[:PICTURED]]
-        images = images_from_inputs(inputs[first], spec) if isinstance(spec, InputSpec) else itertools.repeat(None)
+        images = restore_images(inputs[first], spec) if isinstance(spec, InputSpec) else itertools.repeat(None)
         predictions = describe_samples(columns, "prediction", len(ids))  # type: ignore[arg-type]
         scores = columns.get("confidence", [None] * len(ids))
         given = {name: values for name, values in columns.items() if name.startswith(ROW)}
@@ -182,7 +182,7 @@ def predict_window(
     with TemporaryDirectory() as folder:
         weights, sidecar = (registry.download_file(version, name, Path(folder)) for name in (WEIGHTS, SIDECAR))
         model = SavedModel(weights, sidecar, settings)
-        reference = Reference.read(registry.read_version_file(version, REFERENCE))
+        reference = Reference.from_bytes(registry.read_version_file(version, REFERENCE))
         watched = WatchedModel(model, reference.columns)
         batches = open_window(model, source, local, watched.bad)
         watched.predict(add_truth(model, source.truth, batches) if source.truth else batches)
@@ -195,7 +195,7 @@ def predict_window(
         Progress(settings.progress).print_note(f"{source.address}: {counted}: {listed}")
     digest = watched.digest.hexdigest()
     seed = int(digest[:16], 16)
-    drawn = draw_samples(watched.columns, SAMPLES, seed)
+    drawn = draw_random_samples(watched.columns, SAMPLES, seed)
     held_out = HeldOut(verdict.challenger_score, verdict.samples, reference.measured)
     found = Window(
         version=entry.version,
@@ -220,9 +220,9 @@ def open_window(model: SavedModel, source: WindowSource, local: Path, bad: BadSa
     machine. Undecodable samples are recorded in ``bad``.
     """
     if source.images:
-        return read_folder_batches(model, local, find_images(local), model.batch_size, bad)
+        return read_image_batches(model, local, list_image_files(local), model.batch_size, bad)
     if source.table:
         return read_row_batches(model, str(local), None, bad)
     sample = own_decoding(model.files[1])
     data = find_or_fetch_data_set(source.dataset, source.data_source, "", sample=sample)
-    return read_test_split(model, open_prepared(data), bad=bad)
+    return read_test_batches(model, open_prepared(data), bad=bad)

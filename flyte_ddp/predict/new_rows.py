@@ -42,6 +42,7 @@ class StoredUnpickler(pickle.Unpickler):
         self.sources = spec.sources if isinstance(spec, StoredSpec) else {}
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return a class for the unpickler. Modules stored in ``model.json`` take precedence over installed modules."""
         path = module.replace(".", "/")
         if {f"{path}.py", f"{path}/__init__.py"} & self.sources.keys():
             module = import_stored_module(self.sources, module).__name__
@@ -68,14 +69,14 @@ class Preprocessing:
     types: Mapping[str, str]  # of the model's inputs, by the leaf's name
 
     @property
-    def where(self) -> str:
-        """The beginning of error messages."""
+    def error_prefix(self) -> str:
+        """The beginning of error messages: which hyperparameter names the user's code."""
         is_table = TABLE in self.packed
         return f"dataset={self.packed[TABLE]!r}: prepare" if is_table else f"prepare={self.packed['prepare']!r}"
 
     @cached_property
-    def call(self) -> Any:
-        """The user's Table, or the function prepare(preprocessing, source), imported at the first use."""
+    def user_code(self) -> Any:
+        """The user's Table, or the function prepare(preprocessing, source). Imported at the first use."""
         if spec := self.packed.get(TABLE):
             return make_table(load_callable(spec), f"dataset={spec!r}")
         prepare = load_callable(self.packed["prepare"])
@@ -83,7 +84,7 @@ class Preprocessing:
         return prepare
 
     def prepare(self, rows: Any) -> Leaves:
-        """Return the model's inputs of rows: NumPy arrays of the types that the model accepts.
+        """Return the model's inputs for rows: NumPy arrays of the types that the model accepts.
 
         Calls the user's code with a copy of the fitted object.
 
@@ -95,32 +96,33 @@ class Preprocessing:
             UserError: A column is missing, an input is NaN or infinite, or the data set is not a Table. The user's code
                 raises.
         """
-        inputs, _ = convert_inputs(f"{self.where}: ", self._call_prepare(rows), None)
+        inputs, _ = convert_inputs(f"{self.error_prefix}: ", self._call_prepare(rows), None)
         return self._cast(inputs)
 
     def read(self, source: Any) -> NewRows:
-        """Read and prepare the rows of a new source by the user's code. ``source`` is a path, or what the code accepts.
+        """Read the rows of a new source, and make the model's inputs of them, by the user's code.
 
-        Rows with NaN or infinite inputs are listed in ``bad``, and have no inputs.
+        ``source`` is a path, or another object that the user's code accepts. Rows with NaN or infinite inputs are
+        listed in ``bad`` of the result, and have no inputs.
 
         Raises:
             UserError: The user's code raises, or returns inputs or ids of another form.
         """
         rows = targets = None
-        if isinstance(self.call, Table):
+        if isinstance(self.user_code, Table):
             where = f"dataset={self.packed[TABLE]!r}: read({str(source)!r})"
             with translate_user_errors(where):
-                rows, targets, given_ids = read_rows(self.call, source, where)
+                rows, targets, given_ids = read_rows(self.user_code, source, where)
             given = self._call_prepare(rows)
         else:
-            with translate_user_errors(self.where):
-                returned = self.call(self.fitted, source)
+            with translate_user_errors(self.error_prefix):
+                returned = self.user_code(self.fitted, source)
             if not isinstance(returned, (tuple, list)) or len(returned) != 2:
                 what = f"returned {type(returned).__name__}; must return (inputs, ids), where ids may be None"
-                raise UserError(f"{self.where}: {what}")
+                raise UserError(f"{self.error_prefix}: {what}")
             given, given_ids = returned
-            given = columns.order_frames(f"{self.where}: inputs", given, self.packed.get("columns", {}))
-        inputs, ids = convert_new_inputs(f"{self.where}: ", given, given_ids)
+            given = columns.order_frames(f"{self.error_prefix}: inputs", given, self.packed.get("columns", {}))
+        inputs, ids = convert_new_inputs(f"{self.error_prefix}: ", given, given_ids)
         bad, named = dict[int, str](), name_leaves(given)
         for key, leaf in name_leaves(inputs).items():
             parts = (leaf.values, None, leaf.ends) if isinstance(leaf, Ragged) else (leaf, named[key])
@@ -128,31 +130,33 @@ class Preprocessing:
         samples = len(next(iter(name_leaves(inputs).values())))
         places = np.setdiff1d(np.arange(samples), [*bad])
         if bad:
-            inputs = map_leaves(lambda leaf: take_leaf(leaf, places), inputs)
+            inputs = map_leaves(lambda leaf: take_leaf_rows(leaf, places), inputs)
             rows, targets = (None if each is None else take_rows(each, places) for each in (rows, targets))
         return NewRows(self._cast(inputs), places, bad, ids, rows, targets)
 
     def _call_prepare(self, rows: Any) -> Any:
-        """Return what the user's Table prepares from rows. Columns of rows and inputs are in the order of the training.
+        """Call ``prepare`` of the user's Table with rows, and return the inputs.
 
-        Raises UserError if the data set is not a Table, or if the user's code raises.
+        Columns of rows and inputs are in the order of the training.
+
+        Raises:
+            UserError: The data set is not a Table, or the user's code raises.
         """
-        if not isinstance(self.call, Table):
-            raise UserError(
-                f"{self.where}: the function reads a file and accepts no rows; derive the data set from flyte_ddp.Table"
-            )
-        ordered = order_columns(rows, self.packed["rows"], self.where)
-        with translate_user_errors(self.where):
-            given = prepare_copy(self.call, self.fitted, ordered)
-        return columns.order_frames(f"{self.where}: inputs", given, self.packed["columns"])
+        if not isinstance(self.user_code, Table):
+            problem = "the function reads a file and accepts no rows; derive the data set from flyte_ddp.Table"
+            raise UserError(f"{self.error_prefix}: {problem}")
+        ordered = order_columns(rows, self.packed["rows"], self.error_prefix)
+        with translate_user_errors(self.error_prefix):
+            given = prepare_copy(self.user_code, self.fitted, ordered)
+        return columns.order_frames(f"{self.error_prefix}: inputs", given, self.packed["columns"])
 
     def _cast(self, inputs: Leaves) -> Leaves:
-        named = {name: cast_leaf(leaf, self.types.get(name, "")) for name, leaf in name_leaves(inputs).items()}
+        named = {name: cast_leaf_if_exact(leaf, self.types.get(name, "")) for name, leaf in name_leaves(inputs).items()}
         return restore_leaves(get_leaves_form(inputs), named)
 
 
 def load_preprocessing(model_json: Path | str | Sidecar) -> Preprocessing:
-    """Return a model's fitted object, with the user's code that makes inputs of rows.
+    """Return a model's preprocessing: the fitted object, with the user's code that makes inputs of rows.
 
     Unpickles the object, and imports the user's code at the first use, so trust ``model.json`` as you trust code. Needs
     no torch, unless the module of the user's Table imports torch.
@@ -188,7 +192,7 @@ def load_preprocessing(model_json: Path | str | Sidecar) -> Preprocessing:
 
 
 def read_new_rows(sidecar: Sidecar, source: Any) -> tuple[Leaves, NDArray[np.str_] | None]:
-    """Return the inputs [N, ...] of new rows in the model's types, and the rows' ids, or None without ids.
+    """Read new rows, and return the model's inputs [N, ...] and the rows' ids (None without ids).
 
     Unpickles the model's preprocessing and calls the user's code, so trust ``model.json`` as you trust code. ``source``
     is a path, or another object that the user's code reads.
@@ -202,18 +206,18 @@ def read_new_rows(sidecar: Sidecar, source: Any) -> tuple[Leaves, NDArray[np.str
     for row, reason in new.bad.items():
         called = "" if new.ids is None else f" (id {str(new.ids[row])!r})"
         fix = "replace missing or infinite values, for example with scikit-learn's SimpleImputer, or remove the row"
-        raise UserError(f"{preprocessing.where}: inputs: row {row}{called}: {reason}; {fix}")
+        raise UserError(f"{preprocessing.error_prefix}: inputs: row {row}{called}: {reason}; {fix}")
     return new.inputs, new.ids
 
 
-def make_model_inputs(sidecar: Sidecar, data: SampleArrays) -> SampleArrays:
-    """Return a data set whose inputs of the test split are made by the model's preprocessing. May run the user's code.
+def prepare_test_inputs(sidecar: Sidecar, data: SampleArrays) -> SampleArrays:
+    """Return a data set with the inputs of the test split that the model's preprocessing makes.
 
-    The training inputs of the result are the test inputs, too. Returns ``data`` if the same preprocessing made the
-    inputs, or if neither model nor data have a preprocessing.
+    If the same preprocessing has made the inputs before, or if neither model nor data set has a preprocessing, returns
+    ``data``. Otherwise runs the user's code, and the training inputs of the result are also the test inputs.
 
     Raises:
-        UserError: Another fit made the inputs, and the data set has no rows. The user's code raises.
+        UserError: Another preprocessing made the inputs, and the data set has no rows. The user's code raises.
     """
     mine, theirs = sidecar.preprocessing, data.preprocessing
     by_table = TABLE in mine and bool(data.rows)
@@ -231,10 +235,11 @@ def make_model_inputs(sidecar: Sidecar, data: SampleArrays) -> SampleArrays:
     return replace(data, train_inputs=inputs, test_inputs=inputs, preprocessing=mine)
 
 
-def cast_leaf(leaf: Any, dtype: str) -> Any:
-    """Return a leaf converted to ``dtype`` "float", "int64" or "bool", or unchanged if a value would change.
+def cast_leaf_if_exact(leaf: Any, dtype: str) -> Any:
+    """Return an array of inputs, converted to the model's ``dtype`` ("float", "int64" or "bool").
 
-    Integers and booleans become float32 for "float". Any other ``dtype`` leaves the leaf unchanged.
+    Integers and booleans become float32 for "float". If a value would change to int64 or bool, or for any other
+    ``dtype``, the array is returned unchanged.
     """
     values = leaf.values if isinstance(leaf, Ragged) else leaf
     kind, new = values.dtype.kind, values
@@ -247,7 +252,8 @@ def cast_leaf(leaf: Any, dtype: str) -> Any:
     return Ragged(new, leaf.ends) if isinstance(leaf, Ragged) else new
 
 
-def take_leaf(leaf: Any, places: NDArray[np.int64]) -> Any:
+def take_leaf_rows(leaf: Any, places: NDArray[np.int64]) -> Any:
+    """Return the samples of an array, or of a ragged array, at ``places``."""
     if not isinstance(leaf, Ragged):
         return leaf[places]
     return convert_ragged("inputs", [leaf[place] for place in places.tolist()])

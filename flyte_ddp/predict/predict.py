@@ -43,9 +43,9 @@ from flyte_ddp.objectives import Classification, Multilabel, Objective, Segmenta
 from flyte_ddp.predict.prediction_batches import (
     Batch,
     SavedModel,
-    find_images,
-    read_folder_batches,
-    read_test_split,
+    list_image_files,
+    read_image_batches,
+    read_test_batches,
 )
 from flyte_ddp.predict.row_batches import read_row_batches
 from flyte_ddp.report.figures import Picture
@@ -105,24 +105,24 @@ def write_prediction_table(
     model = SavedModel(model_path, sidecar_path, settings, bad_samples)
     bad = BadSamples(model.bad_samples)
     if images is not None:
-        batches = read_folder_batches(model, images, find_images(images), batch_size or model.batch_size, bad)
+        batches = read_image_batches(model, images, list_image_files(images), batch_size or model.batch_size, bad)
     elif table is not None:
         batches = read_row_batches(model, str(table), batch_size, bad)
     elif dataset is not None:
-        batches = read_test_split(model, open_prepared(dataset), batch_size, bad)
+        batches = read_test_batches(model, open_prepared(dataset), batch_size, bad)
     predictor = Predictor(model, top_classes)
-    with replace_file(output) as file, replace_folder(mask_folder(output)) as masks:
+    with replace_file(output) as file, replace_folder_on_success(mask_folder(output)) as masks:
         # surrogateescape: file names that are not UTF-8 are written unchanged.
-        write_predictions(codecs.getwriter("utf-8")(file, "surrogateescape"), batches, predictor, masks)
-    write_html(output.with_suffix(".html"), predictor.render_page(output.stem))
+        write_rows_and_masks(codecs.getwriter("utf-8")(file, "surrogateescape"), batches, predictor, masks)
+    write_html(output.with_suffix(".html"), predictor.render_predictions_page(output.stem))
     print_samples_without_prediction(Progress(settings.progress), predictor.undefined, bad)
     return output
 
 
-def write_predictions(file: Any, batches: Iterable[Batch], predictor: "Predictor", masks: Path) -> None:
-    """Predict batches, and write a CSV row for each sample to ``file``, and masks as files into ``masks``.
+def write_rows_and_masks(file: Any, batches: Iterable[Batch], predictor: "Predictor", masks: Path) -> None:
+    """Predict batches. Write a CSV row for each sample to ``file``, and the masks as PNG files into ``masks``.
 
-    The header is written with the first decoded sample.
+    The header is written when the first sample is decoded.
 
     Raises:
         UserError: No sample can be decoded, the names of the columns change between batches, or a batch cannot be read.
@@ -130,7 +130,7 @@ def write_predictions(file: Any, batches: Iterable[Batch], predictor: "Predictor
     writer: csv.DictWriter[str] | None = None
     waiting = list[dict[str, str]]()  # rows before the first decoded sample
     for batch in batches:
-        columns = {"id": batch.ids, **predictor.answer_batch(batch, masks)}
+        columns = {"id": batch.ids, **predictor.predict_batch(batch, masks)}
         cells = [[format_csv_cell(name, value) for value in values] for name, values in columns.items()]
         waiting += [dict(zip(columns, row, strict=True)) for row in zip(*cells, strict=True)]
         if writer is None and any(batch.decoded):
@@ -157,7 +157,7 @@ class Predictor:
     def __init__(self, model: SavedModel, top_classes: int = TOP_CLASSES) -> None:
         self.model, self.classifies = model, type(model.objective).answers is Classification.answers
         self.top_answers, self.top_truths = (
-            top_classes if is_listed_by_rank(model.objective, method) else 0 for method in ("answers", "truths")
+            top_classes if is_limited_to_top_classes(model.objective, method) else 0 for method in ("answers", "truths")
         )
         is_binary = self.classifies and len(model.classes) == 2
         self.ranking = name_columns("score", model.classes)[1] if is_binary else ""  # the second class's column
@@ -166,11 +166,11 @@ class Predictor:
         self.samples = self.known = self.correct = 0
         self.undefined: list[str] = []  # ids of samples with NaN among the outputs, which have no prediction
 
-    def answer_batch(self, batch: Batch, masks: Path) -> TableColumns:
-        """Return the columns of a batch's table, except the id.
+    def predict_batch(self, batch: Batch, masks: Path) -> TableColumns:
+        """Predict a batch, and return the columns of its table, except the id.
 
-        Runs the model, writes masks as files into ``masks``, counts the batch, and keeps samples for the page. Samples
-        that cannot be decoded have "" in the answers. If no sample was decoded, returns only the columns of the truth.
+        Writes masks as PNG files into ``masks``, adds to the counts, and keeps samples for the page. Samples that
+        cannot be decoded have "" in the answers. If no sample was decoded, returns only the columns of the truth.
 
         Raises:
             UserError: User-defined code fails, or the objective has no columns.
@@ -187,7 +187,7 @@ class Predictor:
             return truths
         with translate_user_errors(f"model {self.model.sidecar.model!r} on samples {batch.ids[0]} to {batch.ids[-1]}"):
             outputs = self.model.compute_outputs(batch.inputs)
-        undefined = find_undefined_rows(outputs, len(decoded))
+        undefined = mark_rows_with_nan(outputs, len(decoded))
         self.undefined += [batch.ids[place] for place in compress(decoded, undefined)]
         targets = batch.targets[decoded] if isinstance(batch.targets, Tensor) else batch.targets
         answers = TableColumns()
@@ -200,7 +200,7 @@ class Predictor:
         if (predicted := objective.masks(outputs)) is not None:
             columns["mask"] = files = [""] * samples
             for place, mask in zip(decoded, predicted.cpu().numpy(), strict=True):
-                files[place] = write_mask(masks, batch.ids[place], mask, len(self.model.classes))
+                files[place] = write_mask_png(masks, batch.ids[place], mask, len(self.model.classes))
                 shown[place] = (mask,) if batch.targets is None else (batch.targets[place].cpu().numpy(), mask)
         texts = [describe_samples({} if shown else columns, name, samples) for name in ("prediction", "truth")]
         if batch.truths is not None:
@@ -210,13 +210,15 @@ class Predictor:
             self.predictions.update(name for name in columns["prediction"] if name)
         scores = columns.get(self.ranking or "score", [None] * samples)
         facts = {place: (texts[0][place], texts[1][place], scores[place]) for place in decoded}
-        self.keep_pictures(batch, facts, shown)
+        self.keep_samples_for_page(batch, facts, shown)
         return columns
 
-    def keep_pictures(
+    def keep_samples_for_page(
         self, batch: Batch, facts: Mapping[int, tuple[str, str, Any]], masks: Mapping[int, Sequence[NDArray[Any]]]
     ) -> None:
-        """Keep samples of the batch for the page, and drop kept samples with lower scores of the second class.
+        """Add samples of the batch to ``pictures``, up to PICTURES (24).
+
+        With two classes, keeps the samples with the highest scores of the second class, and drops other samples.
 
         Args:
             batch: The batch, of which decoded samples may be kept.
@@ -226,7 +228,7 @@ class Predictor:
         spec, chosen = self.model.spec, np.arange(len(facts))[: PICTURES - len(self.pictures)]
         if self.ranking:
             chosen = np.argsort([-score for _, _, score in facts.values()], kind="stable")[:PICTURES]  # NaN last
-        images = images_from_inputs(batch.inputs[chosen], spec) if isinstance(spec, InputSpec) else repeat(None)
+        images = restore_images(batch.inputs[chosen], spec) if isinstance(spec, InputSpec) else repeat(None)
         columns = self.model.sidecar.preprocessing.get("columns", {})
         inputs = list_inputs(batch.inputs, columns, batch.rows)
         places = [*facts]
@@ -238,8 +240,8 @@ class Predictor:
             order = np.argsort([-float(picture.score or 0.0) for picture in self.pictures], kind="stable")
             self.pictures = [self.pictures[at] for at in order[:PICTURES]]
 
-    def render_page(self, title: str) -> str:
-        """Return the HTML page with the numbers and kept samples of the batches so far.
+    def render_predictions_page(self, title: str) -> str:
+        """Return the HTML page with the counts and the kept samples of all batches so far.
 
         ``title`` is the page's title.
         """
@@ -264,9 +266,9 @@ class Predictor:
 
 
 def print_samples_without_prediction(progress: Progress, undefined: Sequence[str], bad: BadSamples) -> None:
-    """Print notes on the samples without a prediction.
+    """Print how many samples have no prediction, with examples. Prints nothing if all samples have a prediction.
 
-    Their outputs are NaN (``undefined``), or decoding failed (``bad``).
+    Samples in ``undefined`` have NaN among their outputs. Samples in ``bad`` cannot be decoded.
     """
     if undefined:
         said = f"the outputs of {format_count(len(undefined), 'sample')} are NaN: no prediction for"
@@ -276,8 +278,11 @@ def print_samples_without_prediction(progress: Progress, undefined: Sequence[str
         progress.print_note(f"no prediction for {len(bad.names):,} image(s), which cannot be decoded: {listed}")
 
 
-def images_from_inputs(inputs: Tensor, spec: InputSpec) -> Iterator[NDArray[np.uint8]]:
-    """Yield a model's normalised inputs [n, C, H, W] as images on the CPU, uint8 [H, W, C] each."""
+def restore_images(inputs: Tensor, spec: InputSpec) -> Iterator[NDArray[np.uint8]]:
+    """Yield the images, uint8 [H, W, C] on the CPU, from which a model's inputs [n, C, H, W] were made.
+
+    The normalisation is undone, but not the resizing.
+    """
     mean, std = (torch.tensor(values, device=inputs.device).view(-1, 1, 1) for values in (spec.mean, spec.std))
     for image in inputs:
         values = (image.float() * std + mean).clamp(0, 1).mul(255).round().byte()
@@ -294,12 +299,11 @@ def mask_folder(table: Path) -> Path:
 
 
 @contextmanager
-def replace_folder(path: Path) -> Iterator[Path]:
-    """Yield a new, empty folder, which replaces the folder at ``path`` if the block raises no error.
+def replace_folder_on_success(path: Path) -> Iterator[Path]:
+    """Yield a new, empty folder. If the block raises no error, the new folder replaces the folder at ``path``.
 
-    After the block, the folder at ``path`` is deleted, and the new folder moves there. If the block leaves the new
-    folder empty, no folder remains at ``path``. If the block raises an error, the folder at ``path`` remains, and the
-    new folder is deleted. The parent folder must exist.
+    If the block leaves the new folder empty, no folder remains at ``path``. If the block raises an error, the folder at
+    ``path`` remains, and the new folder is deleted. The parent folder must exist.
     """
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as temporary:
         new = Path(temporary, path.name)
@@ -310,11 +314,11 @@ def replace_folder(path: Path) -> Iterator[Path]:
             new.rename(path)
 
 
-def write_mask(folder: Path, name: str, mask: NDArray[Any], classes: int) -> str:
-    """Write a mask [H, W] of class numbers as a PNG, and return the path relative to the folder's parent.
+def write_mask_png(folder: Path, name: str, mask: NDArray[Any], classes: int) -> str:
+    """Write a mask [H, W] of class numbers as a PNG into ``folder``. Returns the path relative to the parent.
 
-    ``name`` is the sample's id, and may have folders, which are created. ``classes`` is the number of classes. Up to
-    256 classes get colours. If the file exists, appends a number to the name.
+    ``name`` is the sample's id, which may contain folders. Missing folders are created. If the file exists, a number is
+    appended to the name. With up to 256 ``classes``, the PNG has colours.
     """
     path = Path(folder, *[part for part in PurePosixPath(name).parts if part not in ("/", "..")] or ["mask"])
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -332,7 +336,7 @@ def write_mask(folder: Path, name: str, mask: NDArray[Any], classes: int) -> str
 def make_answer_columns(
     model: SavedModel, outputs: Any, targets: Leaves, undefined: NDArray[np.bool_], top_classes: int = 0
 ) -> TableColumns:
-    """Return the objective's answers as columns of a table.
+    """Return a model's outputs for a batch as columns of a table, made by the model's objective.
 
     In undefined rows, texts become "", and numbers stay.
 
@@ -341,8 +345,7 @@ def make_answer_columns(
         outputs: The model's outputs for a batch.
         targets: The targets of the batch, which show which outputs are padding, or None.
         undefined: Which rows are undefined, bool [n].
-        top_classes: Passed to the objective's ``top_answers``, which may limit the columns to this many classes
-            (0: ``answers`` is called instead).
+        top_classes: The number of likeliest classes with a column. 0: all classes.
 
     Raises:
         UserError: The objective has no columns.
@@ -358,15 +361,18 @@ def make_answer_columns(
     return given
 
 
-def is_listed_by_rank(objective: Objective, method: str) -> bool:
-    """Return whether the objective has more than 100 classes or labels, and ``method`` is not user-defined."""
+def is_limited_to_top_classes(objective: Objective, method: str) -> bool:
+    """Return whether a table lists only the likeliest of more than 100 classes or labels.
+
+    If the user's objective overrides ``method``, returns False.
+    """
     kinds = Classification, Multilabel, Segmentation
     ours = any(isinstance(objective, kind) and not overrides(objective, kind, method) for kind in kinds)
     return ours and objective.outputs > MANY_CLASSES
 
 
-def find_undefined_rows(outputs: Any, samples: int) -> NDArray[np.bool_]:
-    """Return which of a batch's ``samples`` have NaN among the outputs, [samples].
+def mark_rows_with_nan(outputs: Any, samples: int) -> NDArray[np.bool_]:
+    """Return for each sample of a batch whether its outputs have a NaN, bool [samples].
 
     Tensors without a row for each sample are ignored.
     """
@@ -378,10 +384,10 @@ def find_undefined_rows(outputs: Any, samples: int) -> NDArray[np.bool_]:
 
 
 def format_csv_cell(column: str, value: Any) -> str:
-    """Return a number or text as a cell, with "" for NaN.
+    """Return a number or text as the text of a CSV cell. NaN becomes "".
 
-    Floats have six significant digits in the columns score, probability and share, and in columns whose name begins
-    with such a word and "_". In other columns, floats have all digits, without an exponent.
+    Floats have six significant digits in the columns score, probability and share, and in columns such as "score_NAME".
+    In other columns, floats have all digits, without an exponent.
     """
     if isinstance(value, (str, int, np.integer)):
         return str(value)

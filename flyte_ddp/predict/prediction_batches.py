@@ -38,7 +38,7 @@ from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.datasets.table import UNKNOWN
 from flyte_ddp.models import artifacts
 from flyte_ddp.objectives import make_objective_of_saved_model
-from flyte_ddp.predict.new_rows import cast_leaf, make_model_inputs
+from flyte_ddp.predict.new_rows import cast_leaf_if_exact, prepare_test_inputs
 
 WHOLE_NUMBERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 BATCH_SIZE = 500  # images in memory at a time, by default
@@ -76,24 +76,29 @@ class SavedModel:
         accepted = self.sidecar.input.describe()
         return UserError(f"{what}, but the model accepts {accepted}; give data like the training data")
 
-    def describe_opening(self, classes: int = 0, bad: BadSamples | None = None) -> Opening:
-        """Return how a test split is loaded for this model.
+    def make_test_opening(self, classes: int = 0, bad: BadSamples | None = None) -> Opening:
+        """Return the options with which a data set's test split is opened for this model.
 
-        ``classes`` is the number of classes of encoded images. ``bad`` collects the images that cannot be decoded.
+        ``classes`` is the number of classes of encoded images. Images that cannot be decoded are added to ``bad``.
         """
         sample = str(self.hyperparameters.get("sample", ""))
         return Opening(self.device, self.settings, self.spec, classes, sample, self.collate, self.seed, bad)
 
-    def reorder_classes(self, names: Sequence[str]) -> None:
-        """Set the order of classes and outputs to ``names``, which are the model's classes in another order."""
+    def set_class_order(self, names: Sequence[str]) -> None:
+        """Set the order of the model's classes, and of the columns of its outputs, to ``names``.
+
+        ``names`` must be the model's classes in any order.
+        """
         self.order = None if [*names] == self.classes else [self.classes.index(name) for name in names]
         self.classes = [*names]
 
     def compute_outputs(self, inputs: Leaves) -> Any:
-        """Run the model without gradients on a batch of at least one sample, and return outputs in fp32 or more.
+        """Return the model's outputs for a batch of at least one sample, in fp32 or more, without gradients.
 
-        The columns of classes are in the order of ``classes``. Raises UserError if the model does not accept the
-        inputs.
+        The columns of classes are in the order of ``classes``.
+
+        Raises:
+            UserError: The model does not accept the inputs.
         """
         with torch.no_grad(), translate_input_errors(self.sidecar.model, self.module, inputs):
             outputs = convert_outputs(call_with_leaves(self.module, inputs), torch.float32)
@@ -113,10 +118,11 @@ class Batch(NamedTuple):
     rows: Mapping[str, NDArray[Any]] = {}  # of the decoded samples, as they were read: numbers or texts [n] by column
 
 
-def find_images(folder: Path) -> list[Path]:
-    """Return a folder's image files at all depths, sorted and without hidden files.
+def list_image_files(folder: Path) -> list[Path]:
+    """Return the image files below a folder, sorted. Hidden files are skipped.
 
-    Raises UserError if the folder does not exist, or has no images.
+    Raises:
+        UserError: The folder does not exist, or has no images.
     """
     if not folder.is_dir():
         raise UserError(f"images={folder}: must be a folder of images")
@@ -129,13 +135,13 @@ def find_images(folder: Path) -> list[Path]:
     return images
 
 
-def read_folder_batches(
+def read_image_batches(
     model: SavedModel, folder: Path, paths: Sequence[Path], batch_size: int, bad: BadSamples
 ) -> Iterator[Batch]:
-    """Yield the image files at ``paths`` in batches of ``batch_size``, with ids relative to ``folder``.
+    """Yield the image files at ``paths`` as batches of model inputs, with ids relative to ``folder``.
 
     Threads decode images ahead, and scale them to the model's size. Each thread holds one large image at a time. Images
-    that cannot be decoded count for the size of a batch, and are recorded in ``bad``.
+    that cannot be decoded count for the size of a batch, and are added to ``bad``.
 
     Raises:
         UserError: More images cannot be decoded than ``bad`` allows. At the first ``next()``, the model does not accept
@@ -147,8 +153,11 @@ def read_folder_batches(
     middle = getattr(model.sidecar.input, "crop", "") == MIDDLE
 
     def read_input(path: Path) -> Tensor | DecodingError:
+        """Return an image file as the model's input, or the error if the image cannot be decoded."""
         try:
-            return cast("Tensor", prepare_inputs(read_pixels(path, spec, middle=middle)[None].to(model.device), spec))
+            return cast(
+                "Tensor", prepare_inputs(read_image_pixels(path, spec, middle=middle)[None].to(model.device), spec)
+            )
         except DecodingError as error:
             return error
 
@@ -164,11 +173,13 @@ def read_folder_batches(
             yield Batch(ids, None, decoded, torch.cat(inputs) if inputs else None)
 
 
-def read_pixels(path: Path, spec: InputSpec, *, middle: bool) -> Tensor:
-    """Return an image's pixels, uint8 [H, W, C], in the channels of ``spec``.
+def read_image_pixels(path: Path, spec: InputSpec, *, middle: bool) -> Tensor:
+    """Return the pixels of an image file, uint8 [H, W, C], in grey or RGB as the model needs.
 
-    With ``middle`` returns only the middle square in RGB, resized to the model's size. Raises DecodingError if the
-    image cannot be decoded.
+    If ``middle`` is True, returns only the middle square in RGB, resized to the model's size.
+
+    Raises:
+        DecodingError: The image cannot be decoded.
     """
     content = path.read_bytes()
     if middle:
@@ -177,39 +188,39 @@ def read_pixels(path: Path, spec: InputSpec, *, middle: bool) -> Tensor:
     return torch.from_numpy(pixels.reshape(*pixels.shape[:2], spec.channels))
 
 
-def read_test_split(
+def read_test_batches(
     model: SavedModel, data: PreparedSet, batch_size: int | None = None, bad: BadSamples | None = None
 ) -> Generator[Batch, None, None]:
-    """Yield the test split of a prepared data set in batches of the model's inputs.
+    """Yield the test split of a prepared data set, in batches of model inputs.
 
-    The model's preprocessing makes the inputs of rows. Ids are the keys of encoded images, the user's ids, or the
-    numbers of samples. Images that cannot be decoded count for the size of a batch, and are recorded in ``bad``. By
-    default up to ``model.bad_samples`` images may fail. ``batch_size`` is by default the model's. Closing the generator
-    ends the loaders.
+    If the model has a preprocessing, its code makes the inputs of the rows. Ids are the keys of encoded images, the
+    user's ids, or the numbers of samples. Images that cannot be decoded count for the size of a batch, and are added to
+    ``bad``. By default up to ``model.bad_samples`` images may fail, and ``batch_size`` is the model's. Starts loaders,
+    which end when the generator is closed.
 
     Raises:
-        UserError: The model does not accept the inputs, another fit made the inputs, or the targets have other names
-            than the model's. More images cannot be decoded than allowed.
+        UserError: The model does not accept the inputs, another preprocessing made the inputs, or the targets have
+            other names than the model's. More images cannot be decoded than allowed.
     """
     if isinstance(data, SampleArrays) and not data.pictures:
-        data = make_model_inputs(model.sidecar, data)
-    yield from read_prepared_split(model, data, batch_size, bad)
+        data = prepare_test_inputs(model.sidecar, data)
+    yield from read_prepared_batches(model, data, batch_size, bad)
 
 
-def read_prepared_split(
+def read_prepared_batches(
     model: SavedModel, data: PreparedSet, batch_size: int | None = None, bad: BadSamples | None = None
 ) -> Generator[Batch, None, None]:
-    """Yield the test split of a data set in batches, from inputs that the model's preprocessing already made.
+    """Yield the test split of a data set in batches, without calling the model's preprocessing.
 
-    Ids, ``batch_size`` and ``bad`` are as in :func:`read_test_split`, and so are the errors.
+    Otherwise the same as :func:`read_test_batches`, with the same errors.
     """
     spec, bad = model.spec, BadSamples(model.bad_samples) if bad is None else bad
     if data.crop and not (isinstance(spec, InputSpec) and spec.channels == 3 and spec.height == spec.width):
         raise model.unfit_data_error(f"dataset={data.name!r}: has colour images, which are cropped to squares")
     if isinstance(data, SampleArrays) and isinstance(spec, LeavesSpec):
-        data = cast_inputs(data, spec)
+        data = cast_inputs_if_exact(data, spec)
     names = [*data.classes] or ([] if data.named_targets else model.classes)
-    split, found = data.open_test_split(model.describe_opening(len(names), bad))
+    split, found = data.open_test_split(model.make_test_opening(len(names), bad))
     if not spec.accepts(found):
         raise model.unfit_data_error(f"data set {data.name!r} has {found.describe()}")
     read = data.load_rows("test")
@@ -221,12 +232,12 @@ def read_prepared_split(
             decoded = [sample not in replaced for sample in samples]
             truths, others = list[str](), targets
             if names and isinstance(targets, Tensor) and targets.dim() == 1 and targets.dtype in WHOLE_NUMBERS:
-                truths, others = [name_class(data.name, label, names) for label in targets.tolist()], None
+                truths, others = [get_class_name(data.name, label, names) for label in targets.tolist()], None
             elif data.named_targets:
-                others = order_targets(model, data.name, names, targets)
+                others = reorder_targets(model, data.name, names, targets)
             if not all(decoded):
                 loaded = loaded[torch.tensor(decoded)]  # noqa: PLW2901
-                others = None if truths else hide_targets(others, decoded)
+                others = None if truths else mask_undecoded_targets(others, decoded)
             for at, sample in enumerate(samples if truths else ()):
                 if not decoded[at]:  # truths[at] is a substitute's class; the true class may need the user's code
                     label = split.source.read_label(sample)
@@ -236,24 +247,24 @@ def read_prepared_split(
             yield Batch(ids, truths or None, decoded, inputs, others, of_rows)
 
 
-def cast_inputs(data: SampleArrays, spec: LeavesSpec) -> SampleArrays:
-    """Return a data set with inputs of the model's types. A leaf is not converted if a value would change."""
+def cast_inputs_if_exact(data: SampleArrays, spec: LeavesSpec) -> SampleArrays:
+    """Return a data set with inputs of the model's types. An array is not converted if a value would change."""
     types = {name: leaf.dtype for name, leaf in spec.leaves}
     sides = {
         side: restore_leaves(
             get_leaves_form(leaves),
-            {name: cast_leaf(leaf, types.get(name, "")) for name, leaf in name_leaves(leaves).items()},
+            {name: cast_leaf_if_exact(leaf, types.get(name, "")) for name, leaf in name_leaves(leaves).items()},
         )
         for side, leaves in (("train_inputs", data.train_inputs), ("test_inputs", data.test_inputs))
     }
     return replace(data, **sides)
 
 
-def order_targets(model: SavedModel, dataset: str, names: Sequence[str], targets: Leaves) -> Leaves:
-    """Return labels [n, K] or masks of class numbers in the order of the model's classes. Classes are found by name.
+def reorder_targets(model: SavedModel, dataset: str, names: Sequence[str], targets: Leaves) -> Leaves:
+    """Return labels [n, K] or masks with the data set's class numbers replaced by the model's. Classes match by name.
 
-    ``names`` are the data set's classes. If they are empty or in the model's order, ``targets`` are returned unchanged.
-    ``dataset`` names the data set in errors.
+    ``names`` are the data set's classes. If they are empty or in the model's order, returns ``targets``. ``dataset``
+    names the data set in errors.
 
     Raises:
         UserError: The data set's classes or labels are not the model's.
@@ -272,10 +283,13 @@ def order_targets(model: SavedModel, dataset: str, names: Sequence[str], targets
     return places[targets.long()]
 
 
-def name_class(dataset: str, label: int, names: Sequence[str]) -> str:
-    """Return the name of a class number, or MISSING for an unknown class (UNKNOWN).
+def get_class_name(dataset: str, label: int, names: Sequence[str]) -> str:
+    """Return the name of a class number, or MISSING for the number UNKNOWN.
 
-    ``dataset`` names the data set in errors. Raises UserError for other numbers outside 0..len(names) - 1.
+    ``dataset`` names the data set in errors.
+
+    Raises:
+        UserError: Another number is not below the number of names.
     """
     if label == UNKNOWN:
         return MISSING
@@ -284,10 +298,10 @@ def name_class(dataset: str, label: int, names: Sequence[str]) -> str:
     return names[label]
 
 
-def hide_targets(targets: Tensor, decoded: Sequence[bool]) -> Tensor:
-    """Return targets [n, ...] with unknown values for samples that are not ``decoded``.
+def mask_undecoded_targets(targets: Tensor, decoded: Sequence[bool]) -> Tensor:
+    """Return a copy of the targets [n, ...] with unknown values for samples that are not ``decoded``.
 
-    An unknown value is NaN, or IGNORED for whole numbers. The targets of such samples belong to a substitute sample.
+    An unknown value is NaN, or IGNORED for whole numbers. The loader has filled in the targets of substitute samples.
     """
     unknown = torch.nan if targets.is_floating_point() else IGNORED
     hidden = ~torch.tensor(decoded, device=targets.device)

@@ -15,16 +15,16 @@ from flyte_ddp.datasets.rows import MISSING
 from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.datasets.table import name_targets, number_names
 from flyte_ddp.predict.new_rows import load_preprocessing
-from flyte_ddp.predict.prediction_batches import Batch, SavedModel, hide_targets, read_prepared_split
+from flyte_ddp.predict.prediction_batches import Batch, SavedModel, mask_undecoded_targets, read_prepared_batches
 
 
 def read_row_batches(
     model: SavedModel, table: str, batch_size: int | None, bad: BadSamples
 ) -> Generator[Batch, None, None]:
-    """Yield the rows of a new file in batches of the model's inputs, with truths if the file has targets.
+    """Yield the rows of a new file in batches of model inputs, with truths if the file has targets.
 
-    ``table`` is the file, which the user's code reads at the first ``next()``. Unusable rows are recorded in ``bad``,
-    and count as samples that cannot be decoded. They do not count for ``batch_size``, by default the model's.
+    The user's code reads the file ``table`` at the first ``next()``. Unusable rows are added to ``bad``, and are in the
+    batches as samples that cannot be decoded. ``batch_size``, by default the model's, counts usable rows.
 
     Raises:
         UserError: The user's code fails. ``bad`` allows fewer unusable rows, or no row is usable. A class is not the
@@ -40,23 +40,28 @@ def read_row_batches(
         )
         fix = f"fill in missing values, or set bad_samples={len(new.bad)} to skip these rows"
         raise UserError(f"{table}: {problem}: {new.bad[first]}; {fix}")
-    targets, names = name_new_targets(model, new.targets, table)
+    targets, names = convert_new_targets(model, new.targets, table)
     rows = {} if new.rows is None else {"test": new.rows}
     data = SampleArrays(
         table, new.inputs, None, new.inputs, targets, classes=names, test_ids=every[new.places], rows=rows
     )
     start = done = 0
-    for batch in read_prepared_split(model, data, batch_size):
+    for batch in read_prepared_batches(model, data, batch_size):
         done += len(batch.ids)
         end = int(new.places[done]) if done < len(new.places) else len(every)  # with the bad rows at the end
-        yield insert_bad_rows(batch, every[start:end].tolist(), [place not in new.bad for place in range(start, end)])
+        yield insert_undecoded_rows(
+            batch, every[start:end].tolist(), [place not in new.bad for place in range(start, end)]
+        )
         start = end
 
 
-def insert_bad_rows(batch: Batch, ids: Sequence[str], usable: Sequence[bool]) -> Batch:
-    """Return a batch of usable rows with the unusable rows at their places, as samples that cannot be decoded.
+def insert_undecoded_rows(batch: Batch, ids: Sequence[str], usable: Sequence[bool]) -> Batch:
+    """Return a batch of usable rows with the unusable rows inserted, as samples that cannot be decoded.
 
-    ``ids`` and ``usable`` are of all rows, and ``usable`` is True for the rows of ``batch``, in order.
+    Args:
+        batch: The usable rows.
+        ids: The ids of all rows, in order.
+        usable: For each row, whether the row is in ``batch``.
     """
     if all(usable):
         return batch
@@ -66,16 +71,18 @@ def insert_bad_rows(batch: Batch, ids: Sequence[str], usable: Sequence[bool]) ->
         truths = [next(found) if good else "" for good in usable]
     if isinstance(targets, Tensor):
         places = torch.tensor(usable).cumsum(0).sub(1).clamp(min=0).to(targets.device)
-        targets = hide_targets(targets[places], usable)
+        targets = mask_undecoded_targets(targets[places], usable)
     return batch._replace(ids=ids, truths=truths, decoded=usable, targets=targets)
 
 
-def name_new_targets(model: SavedModel, targets: Any, table: str) -> tuple[Any, tuple[str, ...]]:
-    """Return new rows' targets as the model's class numbers, and the names of the model's classes.
+def convert_new_targets(model: SavedModel, targets: Any, table: str) -> tuple[Any, tuple[str, ...]]:
+    """Return new rows' targets as class numbers of the model, and the model's class names.
 
-    An unknown class is -1. If the model has no classes, or a row has several targets, the targets are float32. If
-    ``targets`` is None, returns None and (). ``table`` names the file in errors. Raises UserError if a class is not the
-    model's.
+    An unknown class is -1. If the model has no classes, or a row has several targets, returns the targets as float32.
+    If ``targets`` is None, returns None and (). ``table`` names the file in errors.
+
+    Raises:
+        UserError: A class is not the model's.
     """
     if targets is None:
         return None, ()

@@ -31,18 +31,20 @@ SampleColumns = dict[str, NDArray[Any]]  # by name [n]: float64, int64, or texts
 Column = Tensor | NDArray[Any]  # [n], of any type
 
 
-def batch_columns(
+def compute_sample_columns(
     model: SavedModel, inputs: Leaves, outputs: Any, rows: Mapping[str, NDArray[Any]] | None = None
 ) -> SampleColumns:
-    """Return columns of n samples, from the model's inputs and outputs.
+    """Return numbers and texts that describe n samples, by column name, from the model's inputs and outputs.
 
-    ``rows`` are columns of the samples as they were read. Up to COLUMNS (64) of ``rows`` are included, with names such
-    as "row NAME". Errors of user-defined ``answers`` are not caught. Raises UserError if an answer has the name of an
-    input's column.
+    ``rows`` are columns of the samples as they were read. Up to COLUMNS (64) of them are included, with names such as
+    "row NAME". Calls user-defined ``answers``, whose errors pass through.
+
+    Raises:
+        UserError: An answer has the name of an input's column.
     """
     spec, leaves = model.spec, dict[str, Tensor]()
     if isinstance(spec, InputSpec):
-        found: dict[str, Column] = {**picture_columns(inputs, spec)}
+        found: dict[str, Column] = {**compute_image_columns(inputs, spec)}
     else:
         # Only the inputs' leaves, because collate="padded" adds a mask as wide as the batch's longest sample.
         without_mask = inputs[0] if spec.form == "leaf" and isinstance(inputs, tuple) else inputs
@@ -52,28 +54,31 @@ def batch_columns(
         columns = model.sidecar.preprocessing.get("columns", {})  # of frames
         for name, leaf in leaves.items():
             varies = shapes[name][:1] == (None,)
-            found |= tensor_columns(f"input {name}".rstrip(), leaf, columns.get(name, ()), varies=varies)
+            found |= compute_tensor_columns(f"input {name}".rstrip(), leaf, columns.get(name, ()), varies=varies)
     of_rows = [*(rows or {}).items()][:COLUMNS]
     shown = {f"row {name}": each.astype(SHORT) if each.dtype.kind == "U" else each for name, each in of_rows}
     found = {**shown, **found}
     own = type(model.objective).answers
     if own is Classification.answers:
-        found |= class_columns(outputs, model.objective)
+        found |= compute_class_columns(outputs, model.objective)
     elif own is Language.answers:
-        found |= text_columns(extract_token_logits(outputs), leaves)
+        found |= compute_text_columns(extract_token_logits(outputs), leaves)
     else:
         answers = {name: np.asarray(values) for name, values in model.objective.answers(outputs).items()}
         numbers = [values for values in answers.values() if values.dtype.kind in "biuf"]
         many = len(numbers) > COLUMNS
-        outputs_found = split_rows("output", np.stack(numbers, axis=1), ()) if many else answers
+        outputs_found = split_into_columns("output", np.stack(numbers, axis=1), ()) if many else answers
         if shared := [*(found.keys() & outputs_found.keys())]:
             raise UserError(f"the objective's answers and the inputs both have a column {shared[0]!r}; rename one")
         found |= outputs_found
     return {name: convert_column(values) for name, values in found.items()}
 
 
-def picture_columns(images: Tensor, spec: InputSpec) -> dict[str, Tensor]:
-    """Return brightness, contrast and sharpness (log variance of the Laplacian) of normalised images [n, C, H, W]."""
+def compute_image_columns(images: Tensor, spec: InputSpec) -> dict[str, Tensor]:
+    """Return brightness, contrast and sharpness of normalised images [n, C, H, W].
+
+    Sharpness is the log variance of the Laplacian.
+    """
     mean, std = (torch.tensor(values, device=images.device) for values in (spec.mean, spec.std))
     grey = torch.einsum("nchw,c->nhw", images.float(), std / len(std)) + mean.mean()
     around = grey[:, :-2, 1:-1] + grey[:, 2:, 1:-1] + grey[:, 1:-1, :-2] + grey[:, 1:-1, 2:]
@@ -81,23 +86,24 @@ def picture_columns(images: Tensor, spec: InputSpec) -> dict[str, Tensor]:
     return {"brightness": grey.mean((1, 2)), "contrast": grey.std((1, 2)), "sharpness": sharpness}
 
 
-def tensor_columns(name: str, leaf: Tensor, columns: Sequence[str], *, varies: bool) -> Mapping[str, Column]:
-    """Return columns of a leaf [n, ...] by name. If the length ``varies``, or for long texts, the length is a column.
+def compute_tensor_columns(name: str, leaf: Tensor, columns: Sequence[str], *, varies: bool) -> Mapping[str, Column]:
+    """Return the numbers of an input tensor [n, ...] as columns. A tensor of many numbers gives mean and deviation.
 
-    A text has the column of a single token, chosen by the sum of the text's tokens. The choice does not depend on the
-    batch, so samples stay independent for the tests. A leaf of booleans whose length varies has no columns.
+    If the length varies, or for a long text, one column is the length. A text also has the column of a single token,
+    chosen by the sum of the text's tokens. The choice does not depend on the batch, so samples stay independent.
+    Booleans whose length varies have no columns.
 
     Args:
         name: The beginning of the columns' names.
-        leaf: The leaf, on the CPU.
-        columns: The names of the leaf's columns. If empty, columns are numbered.
+        leaf: The tensor, on the CPU.
+        columns: The names of the tensor's columns. If empty, columns are numbered.
         varies: Whether the length of samples differs between batches.
     """
     leaf = torch.view_as_real(leaf) if leaf.is_complex() else leaf
     leaf = leaf.double() if leaf.is_floating_point() else leaf  # NumPy has no bfloat16
     is_text = not leaf.is_floating_point() and leaf.dtype != torch.bool and leaf.dim() == 2
     if not varies and not (is_text and leaf.shape[1] > COLUMNS):
-        return split_rows(name, leaf.reshape(len(leaf), -1).numpy(), columns)
+        return split_into_columns(name, leaf.reshape(len(leaf), -1).numpy(), columns)
     if leaf.dtype == torch.bool:  # a mask has the same lengths as the masked leaf
         return {}
     lengths = measure_lengths(leaf)
@@ -109,13 +115,13 @@ def tensor_columns(name: str, leaf: Tensor, columns: Sequence[str], *, varies: b
 
 
 def measure_lengths(leaf: Tensor) -> Tensor:
-    """Return the lengths [n] of samples [n, longest, ...]. Zeros at the end of a sample count as padding."""
+    """Return the lengths [n] of padded samples [n, longest, ...]. Zeros at the end of a sample are padding."""
     there = (leaf != 0).reshape(*leaf.shape[:2], -1).any(2)
     return (there * torch.arange(1, leaf.shape[1] + 1)).amax(1)
 
 
-def class_columns(logits: Tensor, objective: Objective) -> dict[str, Column]:
-    """Return the predicted class, its confidence, and the entropy in nats, from ``logits`` [n, K]."""
+def compute_class_columns(logits: Tensor, objective: Objective) -> dict[str, Column]:
+    """Return predicted class, confidence and entropy (nats) of each sample. ``logits`` have the shape [n, classes]."""
     predicted, names = predict_classes(objective, logits).cpu(), np.array(objective.facts.classes)
     confidence, entropy = torch.empty(2, len(logits), dtype=torch.float64)
     start = 0
@@ -126,10 +132,10 @@ def class_columns(logits: Tensor, objective: Objective) -> dict[str, Column]:
     return {"prediction": names[predicted.numpy()], "confidence": confidence, "entropy": entropy}
 
 
-def text_columns(logits: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Column]:
-    """Return the mean confidence and entropy of each text's tokens, from ``logits`` [n, longest, k].
+def compute_text_columns(logits: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Column]:
+    """Return the mean confidence and entropy of each text's tokens. ``logits`` have the shape [n, longest, tokens].
 
-    ``leaves`` are the leaves of the inputs. Places after the end of a text are skipped, if a leaf has the tokens.
+    ``leaves`` are the inputs by name. If an input has the tokens, places after the end of a text are skipped.
     """
     tokens = [leaf for leaf in leaves.values() if leaf.shape == logits.shape[:2]] or [torch.ones(logits.shape[:2])]
     found = []
@@ -139,10 +145,10 @@ def text_columns(logits: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Colu
     return dict(zip(("confidence", "entropy"), np.array(found).T, strict=True))
 
 
-def split_rows(name: str, rows: NDArray[Any], names: Sequence[str]) -> SampleColumns:
-    """Return the columns of rows [n, k] by name, or mean and deviation if k is more than COLUMNS (64).
+def split_into_columns(name: str, rows: NDArray[Any], names: Sequence[str]) -> SampleColumns:
+    """Split rows [n, k] into k columns by name. If k is above COLUMNS (64), return mean and deviation instead.
 
-    Columns have numbers instead of ``names`` unless k names are given.
+    If there are not k ``names``, columns are numbered.
     """
     width = rows.shape[1]
     if width > COLUMNS:
@@ -161,20 +167,25 @@ def join_columns(parts: Sequence[SampleColumns]) -> SampleColumns:
     return {name: np.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else ())}
 
 
-def draw_samples(columns: SampleColumns, most: int, seed: int) -> SampleColumns:
-    """Return up to ``most`` of the samples, drawn by ``seed`` without replacement, in their order.
+def draw_random_samples(columns: SampleColumns, most: int, seed: int) -> SampleColumns:
+    """Return up to ``most`` randomly drawn samples, in their order, without replacement.
 
-    ``columns`` must have at least one column.
+    The same ``seed`` draws the same samples. ``columns`` must have at least one column.
     """
     samples = len(next(iter(columns.values())))
     chosen = np.sort(np.random.default_rng(seed).choice(samples, min(samples, most), replace=False))
     return {name: values[chosen] for name, values in columns.items()}
 
 
-def draw_measured(columns: Mapping[str, Tensor], seed: int) -> SampleColumns:
-    """Return the objective's columns [n] or [n, k] of samples drawn by ``seed``, at most 250,000 numbers."""
+def draw_objective_columns(columns: Mapping[str, Tensor], seed: int) -> SampleColumns:
+    """Return the objective's columns [n] or [n, k] for randomly drawn samples, with at most 250,000 numbers.
+
+    The same ``seed`` draws the same samples.
+    """
     arrays = {name: column.numpy() for name, column in columns.items()}
-    return draw_samples(arrays, max(1, MEASURED_NUMBERS // sum(array[0].size for array in arrays.values())), seed)
+    return draw_random_samples(
+        arrays, max(1, MEASURED_NUMBERS // sum(array[0].size for array in arrays.values())), seed
+    )
 
 
 @dataclass(frozen=True)
@@ -184,20 +195,25 @@ class Reference:
     columns: SampleColumns
     measured: Mapping[str, Tensor]  # empty in a file that is older than these columns
 
-    def write(self, path: Path) -> None:
-        """Write columns of up to 5,000 samples, and up to 250,000 numbers of the objective's columns.
+    def write_file(self, path: Path) -> None:
+        """Write randomly drawn samples to a file: up to 5,000, and fewer with the objective's columns.
 
-        The samples are drawn with a fixed seed. Replaces an existing file.
+        At most 250,000 numbers of the objective's columns are written. The seed of the draw is fixed. Replaces an
+        existing file.
         """
-        drawn = draw_samples(self.columns, REFERENCE_SAMPLES, 0), draw_measured(self.measured, 0)
+        drawn = draw_random_samples(self.columns, REFERENCE_SAMPLES, 0), draw_objective_columns(self.measured, 0)
         # Names are in arrays, because a name may equal a parameter of NumPy's function.
         arrays = (array for columns in drawn for array in (np.array([*columns]), *columns.values()))
         with replace_file(path) as file:
             np.savez_compressed(file, *arrays)
 
     @classmethod
-    def read(cls, content: bytes) -> Self:
-        """Return the reference in a file's content. Raises UserError if the file is damaged."""
+    def from_bytes(cls, content: bytes) -> Self:
+        """Return the reference in a file's content.
+
+        Raises:
+            UserError: The file is damaged.
+        """
         columns, measured = SampleColumns(), SampleColumns()
         try:
             arrays = iter(read_arrays(content, REFERENCE_BYTES).values())

@@ -23,8 +23,8 @@ from flyte_ddp.core.training.evaluate import compute_batch_columns, compute_meas
 from flyte_ddp.datasets.prepared_set import PreparedSet
 from flyte_ddp.objectives import Classification, Multilabel, Objective
 from flyte_ddp.objectives.threshold import predict_classes
-from flyte_ddp.predict.prediction_batches import Batch, SavedModel, read_test_split
-from flyte_ddp.predict.sample_columns import SampleColumns, batch_columns, join_columns
+from flyte_ddp.predict.prediction_batches import Batch, SavedModel, read_test_batches
+from flyte_ddp.predict.sample_columns import SampleColumns, compute_sample_columns, join_columns
 from flyte_ddp.release.scores import is_higher_better, score_samples
 
 SURE = 50.0  # a logit whose probability is 1
@@ -141,7 +141,7 @@ def evaluate_split(model: SavedModel, data: PreparedSet, *, describe: bool = Fal
 
     def compute_outputs_and_targets() -> Iterator[tuple[Any, Leaves, int]]:
         """Yield outputs, targets and number of each batch's decodable samples, and fill the lists above."""
-        for batch in read_test_split(model, data):
+        for batch in read_test_batches(model, data):
             targets = find_targets(model, batch, batch.decoded)
             ids.extend(compress(batch.ids, batch.decoded))
             undecoded.extend(name for name, decoded in zip(batch.ids, batch.decoded, strict=True) if not decoded)
@@ -152,7 +152,7 @@ def evaluate_split(model: SavedModel, data: PreparedSet, *, describe: bool = Fal
             yield outputs, targets, sum(batch.decoded)
             if describe and not failures:
                 try:
-                    described.append(batch_columns(model, batch.inputs, outputs, batch.rows))
+                    described.append(compute_sample_columns(model, batch.inputs, outputs, batch.rows))
                     require_same_columns(described, sum(batch.decoded))
                 except Exception as error:  # of user-defined answers: the verdict must not depend on them
                     failures.append(error)

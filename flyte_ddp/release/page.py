@@ -15,8 +15,8 @@ from flyte_ddp.core.text.formatting import format_measure, format_sentence, form
 from flyte_ddp.core.text.sections import Curve
 from flyte_ddp.objectives import Classification
 from flyte_ddp.objectives.classification import count_confusions
-from flyte_ddp.predict.predict import images_from_inputs
-from flyte_ddp.predict.prediction_batches import read_test_split
+from flyte_ddp.predict.predict import restore_images
+from flyte_ddp.predict.prediction_batches import read_test_batches
 from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.judge import Judgement
 from flyte_ddp.report.figures import Picture, draw_confusions, draw_curves
@@ -135,14 +135,14 @@ def read_test_samples(
     """
     model, found, start = judgement.model, dict[int, tuple[NDArray[np.uint8] | None, dict[str, str]]](), 0
     columns = model.sidecar.preprocessing.get("columns", {})
-    with closing(read_test_split(model, judgement.split)) as batches:
+    with closing(read_test_batches(model, judgement.split)) as batches:
         for batch in batches:
             if start > max(wanted, default=-1):
                 break
             samples = sum(batch.decoded)
             places = [place for place in range(start, start + samples) if place in wanted]
             if isinstance(model.spec, InputSpec):
-                images = images_from_inputs(batch.inputs[[place - start for place in places]], model.spec)
+                images = restore_images(batch.inputs[[place - start for place in places]], model.spec)
                 found |= {place: (image, {}) for place, image in zip(places, images, strict=True)}
             else:
                 values = list_inputs(batch.inputs, columns, batch.rows)

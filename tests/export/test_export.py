@@ -27,7 +27,7 @@ from flyte_ddp.export import exporting
 from flyte_ddp.export.exporting import Comparison, export_model
 from flyte_ddp.export.graphs import ServedImages, middle_square_side
 from flyte_ddp.export.onnx_process import OnnxProcess
-from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
+from flyte_ddp.predict.prediction_batches import SavedModel, read_test_batches
 
 OWN_MODEL = """
 from torch import nn
@@ -93,7 +93,7 @@ def test_a_damaged_bias_is_caught(exported: Path, trained: Trained, tmp_path: Pa
 
 
 def outputs_of(trained: Trained) -> np.ndarray:
-    batches = read_test_split(trained.model, trained.data)
+    batches = read_test_batches(trained.model, trained.data)
     return np.concatenate([trained.model.compute_outputs(batch.inputs).numpy() for batch in batches])
 
 

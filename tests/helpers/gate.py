@@ -44,7 +44,7 @@ class Gate:
             found.identify_samples().write(beside[SAMPLES])
         if found.whole is not None and found.whole.described:
             beside[REFERENCE] = self.folder / REFERENCE
-            Reference(found.whole.described, found.whole.columns).write(beside[REFERENCE])
+            Reference(found.whole.described, found.whole.columns).write_file(beside[REFERENCE])
         version = store_version(self.registry, *found.model.files, found.verdict, beside)
         apply_verdict(self.registry, version, found.verdict, by="p/d/e")
         return found

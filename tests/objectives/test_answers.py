@@ -176,7 +176,7 @@ def test_classes_of_pixels_have_their_iou_and_pictures_their_masks(finished: Cal
     sources = [found["src"] for tag, found, _ in run.page.elements if tag == "img"]
     for place, card in enumerate(cards):
         sample = int(card[-1].removeprefix("sample "))
-        masks = [read_pixels(source) for source in sources[3 * place + 1 : 3 * place + 3]]
+        masks = [read_image_pixels(source) for source in sources[3 * place + 1 : 3 * place + 3]]
         times = masks[0].shape[0] // tasks.SIDE
         for mask, expected in zip(masks, (run.truth[sample], predicted[sample]), strict=True):
             large = np.kron(expected, np.ones((times, times), int))
@@ -185,7 +185,7 @@ def test_classes_of_pixels_have_their_iou_and_pictures_their_masks(finished: Cal
             assert (grey == 220).all()
 
 
-def read_pixels(uri: str) -> Floats:
+def read_image_pixels(uri: str) -> Floats:
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(uri.removeprefix("data:image/png;base64,")))))
 
 

@@ -29,11 +29,11 @@ from flyte_ddp.datasets.images import image_arrays
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.objectives import Classification, Facts
 from flyte_ddp.predict.predict import (
-    find_undefined_rows,
     format_csv_cell,
     make_answer_columns,
-    replace_folder,
-    write_predictions,
+    mark_rows_with_nan,
+    replace_folder_on_success,
+    write_rows_and_masks,
 )
 
 GREY = InputSpec(channels=1, height=16, width=16, mean=(0.3,), std=(0.4,))
@@ -280,10 +280,10 @@ def test_undecodable_images_are_named_and_do_not_stop_the_others(
 def test_other_answers_in_a_later_batch_are_refused() -> None:
     """One column less would leave cells empty."""
     answers = iter([{"a": [1], "b": [2]}, {"a": [1]}])
-    predictor: Any = SimpleNamespace(answer_batch=lambda *_: next(answers))
+    predictor: Any = SimpleNamespace(predict_batch=lambda *_: next(answers))
     batch: Any = SimpleNamespace(ids=["x"], decoded=[True])
     with pytest.raises(UserError, match=r"columns are id, a, b in one batch, .*id, a in another"):
-        write_predictions(io.StringIO(), [batch, batch], predictor, Path())
+        write_rows_and_masks(io.StringIO(), [batch, batch], predictor, Path())
 
 
 def test_settings_that_are_refused(grey_model: tuple[Path, Path], folder: Path, tmp_path: Path) -> None:
@@ -326,7 +326,7 @@ def test_all_digits_of_a_number_are_in_the_table(value: Any, text: str) -> None:
 
 def test_masks_of_an_older_table_do_not_stay_beside_a_table_without_any(tmp_path: Path) -> None:
     for names in (["old.png"], ["a.png", "b.png"], []):
-        with replace_folder(tmp_path / "masks") as new:
+        with replace_folder_on_success(tmp_path / "masks") as new:
             for name in names:
                 (new / name).touch()
         assert sorted(path.name for path in tmp_path.rglob("*.png")) == names
@@ -336,7 +336,7 @@ def test_masks_of_an_older_table_do_not_stay_beside_a_table_without_any(tmp_path
 def test_outputs_that_are_no_numbers_are_no_answer() -> None:
     """The likeliest class of NaN would be the first one."""
     outputs = torch.tensor([[1.0, 2.0], [torch.nan, 0.0], [3.0, 1.0]])
-    undefined = find_undefined_rows(outputs, 3)
+    undefined = mark_rows_with_nan(outputs, 3)
     assert undefined.tolist() == [False, True, False]
     model = SimpleNamespace(objective=Classification(Facts(("a", "b"))), sidecar=make_sidecar())
     answers = make_answer_columns(model, outputs, None, undefined)

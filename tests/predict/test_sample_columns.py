@@ -17,7 +17,7 @@ from flyte_ddp.objectives import Facts, make_objective
 from flyte_ddp.predict.sample_columns import (
     Reference,
     SampleColumns,
-    batch_columns,
+    compute_sample_columns,
     join_columns,
 )
 
@@ -28,7 +28,7 @@ def describe(spec: Any, inputs: Any, outputs: Any = None, objective: Any = None,
     """Describe a batch of a model that has nothing but its input and objective."""
     outputs = torch.zeros(5, 2) if outputs is None else outputs
     objective = objective or make_objective("regression", Facts(target_shape=(2,)), {})
-    return batch_columns(
+    return compute_sample_columns(
         SimpleNamespace(spec=spec, objective=objective, sidecar=make_sidecar(**sidecar)), inputs, outputs
     )
 
@@ -175,10 +175,10 @@ def test_a_reference_has_up_to_5000_samples_and_any_names(tmp_path: Path, sample
     columns = {"file": np.arange(samples), "prediction": np.array(["é", "long name"] * samples)[:samples]}
     measured = {"loss": torch.arange(float(samples)).double(), "file": torch.arange(samples * 99.0).reshape(-1, 99)}
     for name in ("one", "two"):
-        Reference(columns, measured).write(tmp_path / name)
+        Reference(columns, measured).write_file(tmp_path / name)
     content = (tmp_path / "one").read_bytes()
     assert content == (tmp_path / "two").read_bytes()
-    reference = Reference.read(content)
+    reference = Reference.from_bytes(content)
     found, kept = reference.columns, reference.measured
     assert [*found] == [*columns]
     drawn = found["file"]
@@ -188,7 +188,7 @@ def test_a_reference_has_up_to_5000_samples_and_any_names(tmp_path: Path, sample
     assert len(chosen) == min(samples, 2500) == len({*chosen.tolist()}), "250,000 numbers, 100 of each"
     assert kept["file"].equal(measured["file"][chosen])
     np.savez_compressed(tmp_path / "before.npz", np.array([*found]), *found.values())
-    before = Reference.read((tmp_path / "before.npz").read_bytes())
+    before = Reference.from_bytes((tmp_path / "before.npz").read_bytes())
     assert ([*before.columns], before.measured) == ([*columns], {})
 
 

@@ -19,7 +19,7 @@ from flyte_ddp.core.models import saving
 from flyte_ddp.core.models.inputs import InputSpec
 from flyte_ddp.core.objectives.table_columns import name_columns
 from flyte_ddp.objectives import Classification, Facts, Multilabel, Objective, Segmentation
-from flyte_ddp.predict.predict import find_undefined_rows, is_listed_by_rank, make_answer_columns
+from flyte_ddp.predict.predict import is_limited_to_top_classes, make_answer_columns, mark_rows_with_nan
 
 SPEC = InputSpec(channels=1, height=4, width=4, mean=(0.3,), std=(0.4,))
 SOURCE = """
@@ -102,7 +102,7 @@ def test_an_image_that_cannot_be_decoded_has_empty_ranks(folder: Path) -> None:
 
 
 def answer(outputs: Tensor, objective: Classification, ranks: int) -> dict[str, Any]:
-    undefined = find_undefined_rows(outputs, len(outputs))
+    undefined = mark_rows_with_nan(outputs, len(outputs))
     model: Any = SimpleNamespace(objective=objective, sidecar=make_sidecar())
     return make_answer_columns(model, outputs, None, undefined, ranks)
 
@@ -161,7 +161,7 @@ def test_answers_and_truths_of_own_classes_keep_their_columns(kind: type[Objecti
 
     for classes, expected in ((101, (True, False)), (100, (False, False))):
         objective = Own(Facts(tuple(name_classes(classes)), shape))
-        assert tuple(is_listed_by_rank(objective, method) for method in ("answers", "truths")) == expected
+        assert tuple(is_limited_to_top_classes(objective, method) for method in ("answers", "truths")) == expected
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from training_runs import train_in
 
 from flyte_ddp import Hyperparameters, Table, UserError, fetch, split_by_id
 from flyte_ddp.objectives import Classification, Facts
-from flyte_ddp.predict.prediction_batches import SavedModel, order_targets
+from flyte_ddp.predict.prediction_batches import SavedModel, reorder_targets
 from flyte_ddp.release import checks
 from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.policy import COMPARE, Policy
@@ -240,12 +240,12 @@ def test_answers_are_compared_as_mcnemars_test_does() -> None:
 def test_labels_and_masks_are_compared_by_the_names_of_their_classes() -> None:
     names = SimpleNamespace(classes=["a", "b", "c"])
     labels = torch.tensor([[1.0, 0.0, float("nan")]])
-    ordered = order_targets(cast("SavedModel", names), "own", ["c", "a", "b"], labels)
+    ordered = reorder_targets(cast("SavedModel", names), "own", ["c", "a", "b"], labels)
     np.testing.assert_array_equal(ordered, [[0.0, float("nan"), 1.0]])
     masks = torch.tensor([[[0, 1], [2, 255]]])
-    assert order_targets(cast("SavedModel", names), "own", ["c", "a", "b"], masks).tolist() == [[[2, 0], [1, 255]]]
+    assert reorder_targets(cast("SavedModel", names), "own", ["c", "a", "b"], masks).tolist() == [[[2, 0], [1, 255]]]
     with pytest.raises(UserError, match="classes or labels c, a, d, but the model has a, b, c"):
-        order_targets(cast("SavedModel", names), "own", ["c", "a", "d"], labels)
+        reorder_targets(cast("SavedModel", names), "own", ["c", "a", "d"], labels)
 
 
 def test_equal_weights_with_another_fit_are_not_the_champion(
