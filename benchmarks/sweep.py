@@ -22,7 +22,7 @@ from benchmarks.table import OURS
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.settings import Settings
 from flyte_ddp.datasets import fetch
-from flyte_ddp.run import run_part
+from flyte_ddp.run import run_training_fraction
 from flyte_ddp.sweep.halving import TrialResult, pick_winner, rank_trials, read_rung
 from flyte_ddp.sweep.space import ETA, Sweep, draw_trials
 
@@ -75,7 +75,9 @@ def measure_rungs(order: dict[str, Any], parts: list[int]) -> list[tuple[int, di
     """Train a trial from rung to rung, and return the measurement at each rung."""
     hp, folder, found = Hyperparameters(**order["hp"]), Path(order["folder"]), []
     for steps_divisor in parts:
-        run_part(hp, Path(order["data"]), folder, steps_divisor, Settings(progress="off", wandb_mode="disabled"))
+        run_training_fraction(
+            hp, Path(order["data"]), folder, steps_divisor, Settings(progress="off", wandb_mode="disabled")
+        )
         found.append((steps_divisor, vars(read_rung(folder, hp))))
     return found
 

@@ -105,7 +105,7 @@ class PretrainedWeights:
 def check_image_size(model: str, height: int, width: int) -> None:
     """Raise UserError if a built-in model does not accept images of this size in pixels.
 
-    The error suggests a size that fits. User-defined models are not checked.
+    The error suggests a size. User-defined models are not checked.
     """
     if ":" in model:
         return
@@ -122,17 +122,17 @@ def check_image_size(model: str, height: int, width: int) -> None:
 
 
 def choose_image_side(image_size: int, weights: PretrainedWeights | None) -> int:
-    """Return the side of a model's input images in pixels.
+    """Return the side of a model's square input images, in pixels: ``image_size``, or the side of the weights if 0.
 
-    Returns ``image_size`` if it is not 0, else the side of the weights, else 0.
+    If ``image_size`` is 0 and no weights are given, returns 0.
     """
     return image_size or (weights.side if weights else 0)
 
 
 def find_torchvision_weights(model: str, init_from: str) -> PretrainedWeights | None:
-    """Return the published weights that ``init_from`` names as ``torchvision:NAME``.
+    """Return the torchvision weights that ``init_from`` names as ``torchvision:NAME``, else None.
 
-    The name DEFAULT stands for the model's best weights. Returns None for any other ``init_from``.
+    DEFAULT is the name of the model's best weights.
 
     Raises:
         UserError: The model is not a torchvision model, or has no weights of this name.
@@ -157,8 +157,8 @@ def find_torchvision_weights(model: str, init_from: str) -> PretrainedWeights | 
 def check_select_by(select_by: str, objective: str, classes: int = 2) -> None:
     """Raise UserError if ``select_by`` is neither "loss" nor a measure of ``objective``.
 
-    ``classes`` is the number of classes. With more than two, measures of two classes are rejected. User-defined
-    objectives are not checked.
+    If the number of ``classes`` is above 2, measures of two classes are rejected. User-defined objectives are not
+    checked.
     """
     if objective in MEASURES:
         unfit = OF_TWO_CLASSES if objective == "classification" and classes > 2 else ()
@@ -172,7 +172,10 @@ def check_select_by(select_by: str, objective: str, classes: int = 2) -> None:
 
 
 def parse_threshold(text: str) -> tuple[str, float]:
-    """Return a threshold's rule ("f1", "recall", "cost" or "fixed") and its number (0 for "f1").
+    """Split the hyperparameter ``threshold`` into its rule and number.
+
+    Returns:
+        "f1" and 0, "recall" or "cost" and the number after "=", or "fixed" and a probability.
 
     Raises:
         UserError: ``text`` is none of f1, recall=R, cost=C and a probability.
@@ -198,10 +201,10 @@ def check_two_classes(threshold: str, classes: int) -> None:
 
 
 def check_positives_for_threshold(threshold: str, positive: str, positives: int) -> None:
-    """Raise UserError if ``threshold`` is fitted on a validation split without positive samples.
+    """Raise UserError if ``threshold`` must be fitted, but the validation split has no positive sample.
 
-    A probability is not fitted. ``positive`` is the name of the positive class, and ``positives`` is the number of its
-    samples.
+    A threshold that is a probability is not fitted. ``positive`` is the name of the positive class, and ``positives``
+    is the number of its samples.
     """
     if not positives and parse_threshold(threshold)[0] != "fixed":
         raise UserError(

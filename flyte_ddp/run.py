@@ -48,7 +48,7 @@ def run_training(
     launch: Launch | None = None,
     threads: int = 0,
 ) -> Result:
-    """Train a model on all ranks, and return the paths of the files and the report.
+    """Train a model on all ranks, write the files of the run, and return their paths and the test measures.
 
     Locks the run folder and writes all files into it. If the folder has an interrupted run, resumes from its
     checkpoint. Replaces the files of an earlier run only when all new files are complete. If the only rank runs in this
@@ -76,12 +76,12 @@ def run_training(
         StoppedError: The run got SIGTERM.
         KeyboardInterrupt: The run got Ctrl-C.
     """
-    result = run_part(hp, data, run_folder, 1, settings, launch=launch, threads=threads)
+    result = run_training_fraction(hp, data, run_folder, 1, settings, launch=launch, threads=threads)
     assert result is not None
     return result
 
 
-def run_part(
+def run_training_fraction(
     hp: Hyperparameters,
     data: Path,
     run_folder: Path,
@@ -91,12 +91,11 @@ def run_part(
     launch: Launch | None = None,
     threads: int = 0,
 ) -> Result | None:
-    """Train as :func:`run_training` does, and stop after 1 / ``steps_divisor`` of the steps.
+    """Train as :func:`run_training` does, but stop after 1 / ``steps_divisor`` of the steps. Resumes an earlier stop.
 
-    The next call in the same folder resumes at this step. The position of the stops changes no bit of the run. If the
-    run has not ended, returns None. Then ``unfinished`` has the checkpoint, and ``rung.json`` has the step and the
-    ``select_by`` measure of the validation split. Effects, waits and exceptions are the same as of
-    :func:`run_training`.
+    Stops change no bit of the run's result. If the last step was done, returns the result. Otherwise returns None, and
+    ``unfinished`` has the checkpoint. The file ``rung.json`` has the step and the ``select_by`` measure of the
+    validation split. Effects, waits and exceptions are the same as of :func:`run_training`.
     """
     # Imported here so that importing this module stays cheap for command-line start-up.
     from flyte_ddp.core.training.plan import INITIAL_WEIGHTS, TrainingJob
@@ -118,7 +117,7 @@ def run_part(
         output_folder=unfinished,
         identity=checkpoint_identity(hp, data),
         settings=settings,
-        user_code=hp.own_code(),
+        user_code=hp.list_user_callables(),
         host_function="flyte_ddp.plans.data_on_host:find_data_on_host",
     )
     with (
@@ -132,11 +131,11 @@ def run_part(
         is_complete = not (unfinished / RUNG).exists()
         if is_complete:  # written last, because the report marks the run as complete
             write_html(unfinished / REPORT, report.render_report(unfinished, run_folder.name))
-    return read_result(run_folder) if is_complete else None
+    return read_run_result(run_folder) if is_complete else None
 
 
-def read_result(folder: Path) -> Result:
-    """Return the Result of a finished run's folder, with all measures that its model.json lists."""
+def read_run_result(folder: Path) -> Result:
+    """Read the Result of a finished run from its folder. The measures are those in ``model.json``."""
     model, sidecar, metrics, report = (folder / name for name in (WEIGHTS, SIDECAR, METRICS, REPORT))
     found = read_sidecar(sidecar).metrics
     measures = {name: math.nan if value is None else float(value) for name, value in found.test.items()}

@@ -74,13 +74,13 @@ def run_ranks(
     call, request = pickle_call(function, args, kwargs, taken), Request(num_ranks, exact=True)
     if folder is not None:
         folder = Path(folder).absolute()
-        with print_how_to_resume(folder):
-            value = run_call(call, request, folder, settings, launch)
-        remove_saves(folder)  # so that the next run does not resume from these checkpoints
+        with print_how_to_resume_on_error(folder):
+            value = run_call_in_folder(call, request, folder, settings, launch)
+        remove_run_checkpoints(folder)  # so that the next run does not resume from these checkpoints
         return value
     with tempfile.TemporaryDirectory(prefix="flyte-ddp-run-", ignore_cleanup_errors=True) as temporary:
         quiet = replace(settings, wandb_mode="disabled", results_copy="")
-        return run_call(call, request, Path(temporary, "run"), quiet, launch, is_temporary=True)
+        return run_call_in_folder(call, request, Path(temporary, "run"), quiet, launch, is_temporary=True)
 
 
 def disable_wandb_without_key(settings: Settings) -> Settings:
@@ -88,7 +88,7 @@ def disable_wandb_without_key(settings: Settings) -> Settings:
     return settings if asked else replace(settings, wandb_mode="disabled")
 
 
-def run_call(
+def run_call_in_folder(
     call: Call,
     request: Request,
     folder: Path,
@@ -97,14 +97,14 @@ def run_call(
     *,
     is_temporary: bool = False,
 ) -> Any:
-    """Run a call on the requested ranks in a locked folder, and return rank 0's return value.
+    """Run a user's function on ranks in a locked run folder, and return rank 0's return value.
 
-    Resumes from the folder's checkpoint. Unless the folder is temporary, writes report.html. The caller must remove the
-    checkpoints by :func:`remove_saves`.
+    Resumes from the folder's checkpoint, and does not remove checkpoints. During the run, sends records to wandb and
+    copies ``results/``, as ``settings`` say. Writes report.html, unless the folder is temporary.
 
     Raises:
-        UserError: FLYTE_DDP_GO_ON names the folder, which has no checkpoint.
-        UserError: Another run is in the folder, or a checkpoint has other code or arguments.
+        UserError: Another run is in the folder, or a checkpoint has other code or arguments. Also if FLYTE_DDP_GO_ON
+            names the folder, which has no checkpoint.
         RankError, StoppedError, KeyboardInterrupt: As in :func:`run_ranks`.
     """
     from flyte_ddp.tracking import wandb_run  # takes 0.1 s, and most importers of this module need it later
@@ -132,15 +132,15 @@ def run_call(
         returned = (folder / RETURNED).read_bytes()
         (folder / RETURNED).unlink()
         if not is_temporary:
-            write_page(folder)
+            write_function_page(folder)
         return cloudpickle.loads(returned)
 
 
 @contextmanager
-def print_how_to_resume(folder: Path) -> Iterator[None]:
-    """Print how fixed code can resume from the last save, if the block raises UserError or RankError.
+def print_how_to_resume_on_error(folder: Path) -> Iterator[None]:
+    """If the block raises UserError or RankError, print how to resume from the last checkpoint. Errors pass through.
 
-    Prints nothing if the machine made the block fail, or no save exists. The error is passed on.
+    If the machine caused the error, or no checkpoint exists, prints nothing.
     """
     try:
         yield
@@ -151,10 +151,10 @@ def print_how_to_resume(folder: Path) -> Iterator[None]:
         raise
 
 
-def remove_saves(folder: Path) -> None:
-    """Remove a run's checkpoints, and also the checkpoint folder if it is then empty.
+def remove_run_checkpoints(folder: Path) -> None:
+    """Delete a run's checkpoints, and their folder if the folder is then empty.
 
-    If another run uses the folder, or a file cannot be removed, stops without an error.
+    If another run holds the lock of the run folder, or a file cannot be deleted, stops without an error.
     """
     with suppress(UserError, OSError), hold_run_folder(folder):
         for name in checkpoint.SLOTS:
@@ -162,10 +162,10 @@ def remove_saves(folder: Path) -> None:
         (folder / checkpoint.FOLDER).rmdir()
 
 
-def write_page(folder: Path) -> None:
-    """Write report.html if the function has recorded numbers, or ``results/`` exists.
+def write_function_page(folder: Path) -> None:
+    """Write report.html into the run folder, if the function has recorded numbers or ``results/`` exists.
 
-    If writing fails, prints the reason, and raises nothing.
+    If the page cannot be written, prints the reason to stderr.
     """
     try:
         is_recorded = any(record.get("kind") == "record" for record in read_records(folder / METRICS))

@@ -10,7 +10,7 @@ from flyte_ddp.datasets.prepared_folder import DESCRIPTION
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.release.finished_run import FinishedRun
-from flyte_ddp.run import read_result
+from flyte_ddp.run import read_run_result
 from tasks import pods
 from tasks.flyte import PythonPickledFile, download_from_folder, flyte_task, output_file
 
@@ -39,7 +39,7 @@ def load_finished_run(run: str, data: FlyteDirectory) -> LoadedRun:
             finished.download(folder)
     if not is_in_pod():
         print(f"{run} is a finished run; its model is judged without training", flush=True)
-    result = read_result(folder)
+    result = read_run_result(folder)
     return LoadedRun(
         epoch_accuracies=result.epoch_accuracies,
         model_state=output_file(PythonPickledFile, result.model),

@@ -19,7 +19,7 @@ from flyte_ddp.core.runs.run_folder import UNFINISHED
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.retries import checkpoints_address, pod_run
-from flyte_ddp.run import run_part
+from flyte_ddp.run import run_training_fraction
 from flyte_ddp.storage import join_address
 from flyte_ddp.sweep import halving
 from flyte_ddp.sweep.halving import TrialResult
@@ -71,7 +71,7 @@ def run_rung(trial: TrialResult, data: FlyteDirectory) -> TrialResult:
         # A recorded result would make other executions ignore the checkpoints.
         with pod_run(PLATFORM, folder, folder / UNFINISHED, defer=lambda _: None) as start_attempt:
             prepared = Path(data.download())
-            run_part(trial.hp, prepared, folder, trial.steps_divisor, start_attempt())
+            run_training_fraction(trial.hp, prepared, folder, trial.steps_divisor, start_attempt())
 
     results = str(paths.resolve_folder("sweeps"))
     if is_in_pod():

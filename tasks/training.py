@@ -51,13 +51,13 @@ def train_in_run_folder(
     from flyte_ddp.core.runs.run_folder import UNFINISHED, is_finished
     from flyte_ddp.pods.live_page import publish_report_while_training
     from flyte_ddp.pods.retries import pod_run
-    from flyte_ddp.run import read_result, run_training
+    from flyte_ddp.run import read_run_result, run_training
 
     folder = paths.resolve_folder(run_version)
     # Flyte's cache misses a run whose launching process was killed at the very end, or that another launcher trained.
     if is_finished(folder) and not is_in_pod() and not PLATFORM.is_retraining_requested():
         print(f"{shorten_path(folder)} is already finished; --overwrite-cache trains again", flush=True)
-        return read_result(folder)
+        return read_run_result(folder)
     with (
         publish_report_while_training(PLATFORM, folder),
         pod_run(PLATFORM, folder, folder / UNFINISHED) as start_attempt,

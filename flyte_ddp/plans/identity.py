@@ -60,7 +60,7 @@ def model_identity(hp: Hyperparameters) -> dict[str, str]:
     Raises:
         UserError: A module or ``init_from`` cannot be read.
     """
-    own_code = hp.own_code("dataset")  # the data set's code counts in the data's fingerprint
+    own_code = hp.list_user_callables("dataset")  # the data set's code counts in the data's fingerprint
     weights = catalog.find_torchvision_weights(hp.model, hp.init_from)
     return {
         "code": library_digest(),

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import catalog
-from flyte_ddp.config import Hyperparameters, refuse_unused_settings
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.config.checks import check_unused_settings
 from flyte_ddp.core.training.plan import ModelSource, ObjectiveSource
 from flyte_ddp.models import initial_weights
 
@@ -75,5 +76,5 @@ class NamedObjective(ObjectiveSource):
             threshold_rule=self.hp.threshold,
         )
         objective = make_objective(self.hp.objective, facts, self.hp.parse_options().get("objective", {}))
-        refuse_unused_settings(self.hp, objective.used_hyperparameters)
+        check_unused_settings(self.hp, objective.used_hyperparameters)
         return objective

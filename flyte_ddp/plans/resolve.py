@@ -24,7 +24,7 @@ def resolve(hp: Hyperparameters) -> TrainingPlan:
     if hp.grad_clip_norm < 0:
         clipped = hp.model in catalog.SMALL_MODELS and hp.encoded_kind
         optimizer = replace(optimizer, grad_clip_norm=PHOTO_CLIP_NORM if clipped else 0.0)
-    options, own_code = hp.parse_options(), hp.own_code("dataset")
+    options, own_code = hp.parse_options(), hp.list_user_callables("dataset")
     code_option = catalog.CODE_OPTIONS.get(hp.objective, "")
     return TrainingPlan(
         hyperparameters=hp,

@@ -30,7 +30,7 @@ def check_and_identify_run(hp: Hyperparameters, engine: str, kickoff_time: datet
     Raises:
         UserError: The hyperparameters or the hardware are unfit, or the run is still active.
     """
-    for spec in hp.own_code():
+    for spec in hp.list_user_callables():
         refuse_foreign_module(spec, split_spec(spec)[0])
     identity.check_known_image_size(hp)
     check_requested_resources(hp, *node_and_rank_limits(engine))

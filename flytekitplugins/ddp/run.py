@@ -22,7 +22,12 @@ from flyte_ddp.pods.live_page import publish_function_page
 from flyte_ddp.pods.paths import print_local_files, resolve_folder
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.retries import open_checkpoint_store, pod_run
-from flyte_ddp.run_function import disable_wandb_without_key, print_how_to_resume, remove_saves, run_call
+from flyte_ddp.run_function import (
+    disable_wandb_without_key,
+    print_how_to_resume_on_error,
+    remove_run_checkpoints,
+    run_call_in_folder,
+)
 from flytekitplugins.ddp.flyte import PLATFORM
 from flytekitplugins.ddp.resources import ENGINE_RETRIES
 
@@ -96,9 +101,9 @@ def run_in_folder(call: Call, run: str, request: Request, launch: Launch | None)
     ):
         settings = disable_wandb_without_key(start_attempt())
         print_saves_of_other_code(run, folder)
-        with print_how_to_resume(folder):
-            returned = run_call(call, request, folder, settings, launch)
-        do_when_written(partial(remove_saves, folder))
+        with print_how_to_resume_on_error(folder):
+            returned = run_call_in_folder(call, request, folder, settings, launch)
+        do_when_written(partial(remove_run_checkpoints, folder))
     if (folder / REPORT).exists():
         files = {
             folder / REPORT: "the recorded values, to open in a browser",

@@ -53,7 +53,7 @@ def test_a_change_of_own_code_is_another_run_and_is_sent(field: str, digits: Pat
     module = f"own_{field}"
     labelled(tmp_path / "photos", 6)
     hp = Hyperparameters(**{"num_ranks": 1, field: f"{module}:make", **BESIDE.get(field, {})})
-    assert hp.own_code() == (f"{module}:make",)
+    assert hp.list_user_callables() == (f"{module}:make",)
     found: list[tuple[str, object, bytes]] = []
 
     def launch(work: Work) -> None:

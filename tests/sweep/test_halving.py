@@ -22,7 +22,7 @@ from flyte_ddp.core.errors import (
     UserError,
 )
 from flyte_ddp.core.runs.run_folder import hold_run_folder
-from flyte_ddp.run import run_part, run_training
+from flyte_ddp.run import run_training, run_training_fraction
 from flyte_ddp.sweep.halving import TrialResult, pick_winner, plan_rung, rank_trials, run_rung
 from flyte_ddp.sweep.space import Sweep
 
@@ -198,7 +198,7 @@ def test_trials_are_trained_and_one_fails(digits: Path, tmp_path: Path) -> None:
 
     def run(trial: TrialResult, steps_divisor: int) -> TrialResult:
         def train(folder: Path) -> None:
-            run_part(trial.hp, digits, folder, steps_divisor, QUIET, threads=1)
+            run_training_fraction(trial.hp, digits, folder, steps_divisor, QUIET, threads=1)
 
         return run_rung(replace(trial, steps_divisor=steps_divisor), str(tmp_path / "sweeps"), train)
 
@@ -221,7 +221,7 @@ def test_a_rungs_value_does_not_depend_on_what_was_trained_before(digits: Path, 
 
     def train(steps_divisor: int, folder: Path) -> None:
         trained.append(folder.name)
-        run_part(hp, digits, folder, steps_divisor, QUIET, threads=1)
+        run_training_fraction(hp, digits, folder, steps_divisor, QUIET, threads=1)
 
     alone = run_rung(TrialResult(0, hp, "alone", 9), str(tmp_path / "alone"), partial(train, 9))
     train(before, tmp_path / "runs/run")
@@ -241,4 +241,8 @@ def test_a_trial_that_another_process_trains_has_not_failed(digits: Path, tmp_pa
         hold_run_folder(tmp_path / "runs/run"),
         pytest.raises(BusyError, match=r"another run is writing into it"),
     ):
-        run_rung(rung(0, None), str(tmp_path / "sweeps"), lambda folder: run_part(BASE, digits, folder, 9, QUIET))
+        run_rung(
+            rung(0, None),
+            str(tmp_path / "sweeps"),
+            lambda folder: run_training_fraction(BASE, digits, folder, 9, QUIET),
+        )

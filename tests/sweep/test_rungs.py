@@ -15,7 +15,7 @@ from flyte_ddp.core.runs.checkpoint import verify_checkpoints
 from flyte_ddp.core.runs.run_folder import OUTPUTS, RUNG, UNFINISHED
 from flyte_ddp.core.text.json_lines import read_records
 from flyte_ddp.core.training import train as training
-from flyte_ddp.run import read_result, run_part
+from flyte_ddp.run import read_run_result, run_training_fraction
 
 # 1,350 samples: 14 steps an epoch. The model has BatchNorm and dropout.
 BASE = Hyperparameters(model="faults:model", epochs=2, batch_size=100, num_ranks=2, precision="fp32", log_interval=4)
@@ -75,8 +75,8 @@ def test_a_trial_killed_in_each_rung_ends_as_a_direct_run(
             else:
                 fail_after(fault["pass"], patch)
             with pytest.raises(RankError, match=r"killed by SIGKILL|NameError|MemoryError"):
-                run_part(hp, digits, folder, steps_divisor, QUIET, threads=1)
-        run_part(hp, digits, folder, steps_divisor, QUIET, threads=1)
+                run_training_fraction(hp, digits, folder, steps_divisor, QUIET, threads=1)
+        run_training_fraction(hp, digits, folder, steps_divisor, QUIET, threads=1)
 
     for steps_divisor, step, fault in (
         (9, steps[0], {"rank": 1, "at": "training", "pass": 2}),
@@ -93,7 +93,7 @@ def test_a_trial_killed_in_each_rung_ends_as_a_direct_run(
         [first] = [each for each in figures(direct.metrics) if each["kind"] == "evaluation" and each["step"] == 14]
         assert rung["value"] == pytest.approx(first[f"validation_{hp.select_by}"], rel=1e-12)
     train_killed(1, rank=1, at="training", **{"pass": 5})
-    result = read_result(folder)
+    result = read_run_result(folder)
     assert result.model.read_bytes() == direct.model.read_bytes()
     assert figures(result.metrics) == figures(direct.metrics)
     assert not (folder / UNFINISHED).exists()
@@ -103,7 +103,7 @@ def test_a_trial_killed_in_each_rung_ends_as_a_direct_run(
 def test_a_rung_is_a_prefix_of_the_run(digits: Path, tmp_path: Path) -> None:
     """The value is what a run would have found that is evaluated there; no step beyond is computed."""
     hp = replace(BASE, model="small_cnn", num_ranks=1, schedule="constant")
-    run_part(hp, digits, tmp_path / "run", 2, QUIET, threads=1)
+    run_training_fraction(hp, digits, tmp_path / "run", 2, QUIET, threads=1)
     short = train_in(tmp_path / "short", replace(hp, max_steps=14), digits)
     [evaluation] = records_of(short, "evaluation")
     assert rung_of(tmp_path / "run") == {"step": 14, "value": evaluation["validation_loss"]}
@@ -115,7 +115,7 @@ def test_a_rung_is_a_prefix_of_the_run(digits: Path, tmp_path: Path) -> None:
 def test_what_is_kept_decides_the_value(digits: Path, tmp_path: Path) -> None:
     """With keep=best it is that of the best evaluation so far, here of the first one: the rate is far too high."""
     hp = replace(BASE, model="small_cnn", num_ranks=1, epochs=4, schedule="constant", learning_rate=0.6)
-    run_part(replace(hp, keep="best"), digits, tmp_path / "best", 2, QUIET, threads=1)
+    run_training_fraction(replace(hp, keep="best"), digits, tmp_path / "best", 2, QUIET, threads=1)
     evaluations = figures(tmp_path / "best" / UNFINISHED / "metrics.jsonl")
     losses = [each["validation_loss"] for each in evaluations if each["kind"] == "evaluation"]
     assert len(losses) == 2
@@ -126,7 +126,7 @@ def test_what_is_kept_decides_the_value(digits: Path, tmp_path: Path) -> None:
 def test_a_checkpoint_beyond_the_rung_counts_where_it_is(digits: Path, tmp_path: Path) -> None:
     hp = replace(BASE, model="small_cnn", num_ranks=1)
     cut_off(lambda: train_in(tmp_path / "run", hp, digits), at=9)
-    run_part(hp, digits, tmp_path / "run", 9, QUIET, threads=1)
+    run_training_fraction(hp, digits, tmp_path / "run", 9, QUIET, threads=1)
     assert rung_of(tmp_path / "run")["step"] == 9
     result = train_in(tmp_path / "run", hp, digits)
     assert result.model.read_bytes() == train_in(tmp_path / "direct", hp, digits).model.read_bytes()
@@ -136,12 +136,12 @@ def test_a_checkpoint_beyond_the_rung_counts_where_it_is(digits: Path, tmp_path:
 def test_a_run_that_stops_early_is_complete(digits: Path, tmp_path: Path) -> None:
     hp = replace(BASE, model="small_cnn", num_ranks=1, epochs=9, early_stop_patience=1)
     hp = replace(hp, learning_rate=1e-9, select_by="accuracy")  # no evaluation is better than the first
-    run_part(hp, digits, tmp_path / "run", 3, QUIET, threads=1)
-    assert read_result(tmp_path / "run").model.exists()
+    run_training_fraction(hp, digits, tmp_path / "run", 3, QUIET, threads=1)
+    assert read_run_result(tmp_path / "run").model.exists()
     assert len([each for each in figures(tmp_path / "run/metrics.jsonl") if each["kind"] == "evaluation"]) == 2
 
 
 def test_fewer_steps_than_a_part_needs_are_refused(digits: Path, tmp_path: Path) -> None:
     hp = replace(BASE, model="small_cnn", num_ranks=1, max_steps=8)
     with pytest.raises(UserError, match=r"has 8 steps.* 1/9 .* at least 9 steps; .* or max_steps$"):
-        run_part(hp, digits, tmp_path / "run", 9, QUIET, threads=1)
+        run_training_fraction(hp, digits, tmp_path / "run", 9, QUIET, threads=1)

@@ -6,11 +6,18 @@ module imports nothing heavy, because registration, command-line parsing and cac
 
 # No "from __future__ import annotations" here: flytekit derives the console's form from real types.
 import dataclasses
-import math
-from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from flyte_ddp import catalog
+from flyte_ddp.config.checks import (
+    check_class_weights,
+    check_dataset_names,
+    check_no_torch_callables,
+    check_threshold,
+    check_unused_settings,
+    list_contradictions,
+    list_loading_errors,
+)
 from flyte_ddp.core.checks.fields import OWN_CODE, CheckedFields, setting, short_repr
 from flyte_ddp.core.checks.parsing import YAML_NUMBER, JsonObject, list_texts, parse_json
 from flyte_ddp.core.errors import UserError, unknown_name_error
@@ -295,35 +302,19 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if ":" not in self.dataset and self.dataset not in catalog.DATASETS:
-            raise unknown_name_error("dataset", self.dataset, [*catalog.DATASETS, *catalog.DATASET_FORMS])
-        if self.dataset in [f"{kind}:" for kind in catalog.ENCODED_KINDS]:
-            raise UserError(f"dataset={self.dataset!r}: must name an address, such as {self.dataset}s3://bucket/folder")
-        kind, (test_kind, _, test_address) = self.encoded_kind, self.test_dataset.partition(":")
-        fitting = kind.replace("stream", "shards")
-        if self.test_dataset and not (kind and test_kind == fitting and test_address):
-            must = f"{fitting}:ADDRESS for {kind}:" if kind else "left empty"
-            raise UserError(
-                f"test_dataset={self.test_dataset!r}: must be {must}; data sets other than shards, streams and image "
-                "folders contain a test set"
-            )
+        check_dataset_names(self)
         if ":" not in self.model and self.model not in catalog.MODELS:
             raise unknown_name_error("model", self.model, [*catalog.MODELS, OWN_CODE], catalog.MODELS_PAGE)
         if self.objective in catalog.SETTINGS_OF_OBJECTIVES:
-            refuse_unused_settings(self, catalog.SETTINGS_OF_OBJECTIVES[self.objective])
+            check_unused_settings(self, catalog.SETTINGS_OF_OBJECTIVES[self.objective])
         self.parse_options()
         check_class_weights(self.class_weights)
-        fits_threshold = bool(self.threshold) and catalog.parse_threshold(self.threshold)[0] != "fixed"
-        if fits_threshold and self.validation_fraction == 0:
-            raise UserError(
-                f"threshold={self.threshold!r}: needs a validation split for fitting; set validation_fraction above 0, "
-                "or give a probability"
-            )
-        refuse_callables_of_torch(self)
+        check_threshold(self)
+        check_no_torch_callables(self)
         check_batch_size(self.batch_size, self.accumulation_steps, max(1, self.num_ranks))
         catalog.find_torchvision_weights(self.model, self.init_from)
         catalog.check_select_by(self.select_by, self.objective)
-        for contradiction in (*find_unfit_loading(self), *find_contradictions(self)):
+        for contradiction in (*list_loading_errors(self), *list_contradictions(self)):
             raise UserError(contradiction)
 
     @property
@@ -332,20 +323,22 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         kind, _, address = self.dataset.partition(":")
         return kind if kind in catalog.ENCODED_KINDS and address else ""
 
-    def own_code(self, *left_out: str) -> tuple[str, ...]:
-        """Return each user-defined ``package.module:callable`` of the fields and of ``options`` once.
+    def list_user_callables(self, *skipped_fields: str) -> tuple[str, ...]:
+        """Return the user-defined ``package.module:callable`` that the fields and ``options`` name, each once.
 
-        ``left_out`` names fields to skip.
+        Fields in ``skipped_fields`` are skipped.
         """
         fields = [field.name for field in dataclasses.fields(self) if field.metadata["own"]]
-        left_out = (*left_out, *["dataset"] * bool(self.encoded_kind))
-        values: list[str] = [getattr(self, name) for name in fields if name not in left_out]
-        if (option := catalog.CODE_OPTIONS.get(self.objective)) and "objective" not in left_out:
+        skipped_fields = (*skipped_fields, *["dataset"] * bool(self.encoded_kind))
+        values: list[str] = [getattr(self, name) for name in fields if name not in skipped_fields]
+        if (option := catalog.CODE_OPTIONS.get(self.objective)) and "objective" not in skipped_fields:
             values.append(str(self.parse_options().get("objective", {}).get(option, "")))
         return tuple(dict.fromkeys(value for value in values if ":" in value))
 
     def parse_options(self) -> dict[str, JsonObject]:
-        """Return ``options`` as keyword arguments under "model" and "objective". A missing key has no options.
+        """Return the options of the model and the objective, under the keys "model" and "objective".
+
+        The options are keyword arguments. A key without options may be missing.
 
         Raises:
             UserError: ``options`` is not a JSON object of this form, or has a number written as text.
@@ -368,94 +361,3 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
                 "and in YAML with a decimal point and a signed exponent, such as 1.0e-4"
             )
         return found
-
-
-def refuse_unused_settings(hp: Hyperparameters, used: Collection[str]) -> None:
-    """Raise UserError for a changed setting that only other objectives use.
-
-    ``used`` names the settings of the chosen objective.
-    """
-    some_use = {name for names in catalog.SETTINGS_OF_OBJECTIVES.values() for name in names}
-    for field in dataclasses.fields(hp):
-        value = getattr(hp, field.name)
-        if field.name in some_use and field.name not in used and value != field.default:
-            raise UserError(
-                f"{field.name}={short_repr(value)}: not used by objective={hp.objective!r}; remove {field.name}, or "
-                "choose another objective"
-            )
-
-
-def check_class_weights(text: str) -> None:
-    """Raise UserError unless ``text`` is empty, "balanced", or numbers separated by commas.
-
-    The numbers must be finite, at least 0, and not all 0.
-    """
-    if text in ("", "balanced"):
-        return
-    try:
-        weights = [float(part) for part in text.split(",")]
-    except ValueError:
-        weights = [-1.0]
-    if not all(0 <= weight < math.inf for weight in weights) or not any(weights):
-        rule = "must be balanced, or numbers separated by commas, each at least 0 and not all 0"
-        raise UserError(f"class_weights={short_repr(text)}: {rule}")
-
-
-def refuse_callables_of_torch(hp: Hyperparameters) -> None:
-    """Raise UserError if a hyperparameter names a callable of the package torch, such as torch.nn:MSELoss.
-
-    Such callables need other arguments than user-defined callables get.
-    """
-    for field in dataclasses.fields(hp):
-        value = getattr(hp, field.name)
-        if field.metadata["own"] and ":" in value and value.partition(":")[0].partition(".")[0] == "torch":
-            raise UserError(
-                f"{field.name}={value!r}: torch's callables expect other arguments; write a function that returns or "
-                "calls the torch callable, and name your function (docs/own-code.md)"
-            )
-
-
-def find_unfit_loading(hp: Hyperparameters) -> Iterator[str]:
-    """Yield an error message for each field of data loading that does not fit the data set's kind."""
-    kind = hp.encoded_kind
-    unfit = f"not supported for dataset={short_repr(hp.dataset)}"
-    if hp.augment in (("crop", "crop_flip") if kind else ("resized_crop",)):
-        fitting = "none or resized_crop" if kind else "none, crop or crop_flip"
-        yield f"augment={hp.augment!r}: {unfit}; choose {fitting}"
-    if ":" in hp.augment and kind == "stream":
-        yield f"augment={hp.augment!r}: not supported for a stream, which has no fixed order; use shards:ADDRESS"
-    if hp.sample and ":" not in hp.sample:
-        yield f"sample={hp.sample!r}: must have the form {OWN_CODE}"
-    if hp.sample and kind not in ("shards", "image_folder"):
-        yield f"sample={hp.sample!r}: {unfit}; use shards:ADDRESS or image_folder:ADDRESS, or remove sample"
-    if hp.collate != "stacked" and (kind or hp.dataset in catalog.DATASETS):
-        yield f"collate={hp.collate!r}: {unfit}, whose images all have one size; remove collate"
-    if hp.sampling != "shuffled" and kind in ("shards", "stream"):
-        fix = "set weights of the index's parts (python -m flyte_ddp.shards join), or use shuffled"
-        yield f"sampling={hp.sampling!r}: {unfit}; {fix}"
-    if hp.mixup and kind == "stream":
-        yield f"mixup={hp.mixup:g}: mixup needs random access, and a stream reads each image once; set mixup=0"
-
-
-def find_contradictions(hp: Hyperparameters) -> Iterator[str]:
-    """Yield an error message for each pair of fields that exclude each other.
-
-    Also yields a message for a ``grad_clip_norm`` between -1 and 0.
-    """
-    if hp.nesterov and hp.optimizer == "sgd" and hp.momentum == 0:
-        yield "nesterov=True: needs momentum above 0; set momentum or nesterov=false"
-    if hp.warmup_steps and ":" in hp.schedule:
-        yield (
-            f"warmup_steps={hp.warmup_steps}: not supported for a user-defined schedule, which can include a warm-up; "
-            "set warmup_steps=0"
-        )
-    if hp.init_skip and not hp.init_from:
-        yield f"init_skip={hp.init_skip!r}: requires init_from, which is empty; set init_from, or leave both empty"
-    if hp.early_stop_patience and hp.validation_fraction == 0:
-        yield f"early_stop_patience={hp.early_stop_patience}: needs a validation split; set validation_fraction above 0"
-    if -1 < hp.grad_clip_norm < 0:
-        yield f"grad_clip_norm={hp.grad_clip_norm}: must be above 0, or 0 for no clipping, or -1 for the default"
-    if hp.keep == "best" and hp.validation_fraction == 0:
-        yield "keep='best': needs a validation split to choose by; set validation_fraction above 0"
-    if hp.keep == "ema" and hp.ema_decay == 0:
-        yield "keep='ema': needs a moving average; set ema_decay, for example to 0.99"
