@@ -86,11 +86,11 @@ def measure_objective(random: np.random.Generator, objective: str, lives: int) -
         champion = score_model(random, objective, truth)
         for night in range(SHORT_LIFE):
             challenger = score_model(random, objective, truth)
-            p_values[life, night] = compare_scores(challenger, champion, objective).p_value()
+            p_values[life, night] = compare_scores(challenger, champion, objective).p_value_of_gain()
             if p_values[life, night] <= levels[night]:
                 champion = challenger
         better = score_model(random, objective, truth, error=0.6)
-        found.append(compare_scores(better, champion, objective).p_value() <= levels[-1])
+        found.append(compare_scores(better, champion, objective).p_value_of_gain() <= levels[-1])
     fooled = float((p_values <= levels).any(axis=1).mean())
     limits = [ALPHA + 3 * (ALPHA * (1 - ALPHA) / tests) ** 0.5 for tests in (lives, p_values.size)]
     return [
@@ -118,7 +118,7 @@ def compare_with_outliers(random: np.random.Generator) -> float:
     """
     truth = simulate_truth(random, "regression", SCORED)
     outliers, champion = (score_model(random, "regression", truth, tails=tails) for tails in (5.0, 1000.0))
-    return compare_scores(outliers, champion, "squared error").p_value()
+    return compare_scores(outliers, champion, "squared error").p_value_of_gain()
 
 
 def promoted(

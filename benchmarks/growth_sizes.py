@@ -155,7 +155,7 @@ def write_window(registry: Any, entry: Any, window: Any, number: int) -> None:
     from flyte_ddp.monitor.records import digest_author, digest_samples
 
     content = window.to_json(indent=1).replace('"number": 0', f'"number": {number}').encode()
-    folder = Path(registry.at("monitor", f"{entry.number:08}"))
+    folder = Path(registry.address_of("monitor", f"{entry.number:08}"))
     (folder / f"{number:08}.json").write_bytes(content)
     (folder / f"samples/{number:08}-{digest_samples(window)}-{digest_author(window)}").write_bytes(b"\n")
 

@@ -21,7 +21,7 @@ from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.monitor.window import Window
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.platforms import NO_SCHEDULE, author_name, is_in_pod
-from flyte_ddp.release.promotion import find_champion
+from flyte_ddp.release.promotion import require_champion
 from tasks import pods
 from tasks.flyte import flyte_task, output_folder
 from tasks.release import open_registry
@@ -43,24 +43,24 @@ def watch_champion(model_name: str, window: WindowSource, kickoff_time: datetime
 
     The findings are written to the registry, and shown as a deck.
     """
-    from flyte_ddp.monitor.page import write_page, write_table
+    from flyte_ddp.monitor.page import write_csv_table, write_window_page
     from flyte_ddp.monitor.watch import predict_window
 
     resources.check_expected_gpus(resources.count_gpus())
-    source = window.at(datetime.now(UTC) if kickoff_time == NO_SCHEDULE else kickoff_time)
+    source = window.fill_in_time(datetime.now(UTC) if kickoff_time == NO_SCHEDULE else kickoff_time)
     registry = open_registry(model_name)
-    entry = find_champion(registry)
+    entry = require_champion(registry)
     with paths.make_dated_folder("windows") as folder:
         predicted, watched = predict_window(
             registry, entry, source, fetch_samples(source), settings=read_settings(), by=author_name()
         )
-        found = record_window(registry, entry, predicted, once=is_in_pod())
+        found = record_window(registry, entry, predicted, idempotent=is_in_pod())
         course = read_windows(registry, entry)
-        page = write_page(found, watched, course, model_name, folder / "window.html")
+        page = write_window_page(found, watched, course, model_name, folder / "window.html")
         files = {
             page: "the columns that have moved, to open in a browser",
-            write_table(folder / "window.csv", watched.columns, watched.ids): "the window's columns",
-            write_table(folder / "reference.csv", watched.reference): "the held-out samples' columns",
+            write_csv_table(folder / "window.csv", watched.columns, watched.ids): "the window's columns",
+            write_csv_table(folder / "reference.csv", watched.reference): "the held-out samples' columns",
         }
     Deck("Window", page.read_text(encoding="ascii"))
     paths.print_local_files(f"window {found.number}, {found.describe()}; written to", files)

@@ -68,7 +68,7 @@ def evaluate_version(
     with TemporaryDirectory() as temporary:
         fetched = Path(temporary)
         if version:
-            model = promotion.download_version(registry, registry.complete_version(version), fetched)
+            model = promotion.download_version(registry, registry.complete_version_name(version), fetched)
         else:
             model = promotion.download_champion(registry, fetched)
         data = find_or_fetch_data_set(dataset, data_source, test_dataset, sample=own_decoding(model[1]))
@@ -94,7 +94,7 @@ def carry_out_verdict(
 def promote_version(model_name: str, version: str, reason: str) -> Released:
     """Make a stored version the champion, at the request of a user. The log records the reason."""
     registry = open_registry(model_name)
-    entry = promotion.promote_version(registry, version, reason, by=author_name(), once=is_in_pod())
+    entry = promotion.promote_version(registry, version, reason, by=author_name(), idempotent=is_in_pod())
     return announce_champion(registry, entry)
 
 
@@ -102,7 +102,7 @@ def promote_version(model_name: str, version: str, reason: str) -> Released:
 def roll_back_champion(model_name: str, reason: str) -> Released:
     """Make the previous champion the champion again. The log records the reason."""
     registry = open_registry(model_name)
-    entry = promotion.roll_back_champion(registry, reason, by=author_name(), once=is_in_pod())
+    entry = promotion.roll_back_champion(registry, reason, by=author_name(), idempotent=is_in_pod())
     return announce_champion(registry, entry)
 
 
@@ -133,7 +133,7 @@ def judge_files(
     """
     from flyte_ddp.predict.sample_columns import Reference
     from flyte_ddp.release.judge import judge_challenger
-    from flyte_ddp.release.page import write_page
+    from flyte_ddp.release.page import write_verdict_page
     from flyte_ddp.release.samples import SAMPLES
 
     resources.check_expected_gpus(resources.count_gpus())
@@ -148,14 +148,13 @@ def judge_files(
             exports=folder if profile is not None else None,
             changes=changes,
         )
-        page = write_page(judgement, registry.name, folder / "verdict.html")
+        page = write_verdict_page(judgement, registry.name, folder / "verdict.html")
         if profile is not None:
             (folder / promotion.PROFILE).write_text(profile.to_json(indent=1), encoding="utf-8")
-            if judgement.whole is not None:
+            if (evaluation := judgement.full_evaluation) is not None:
                 judgement.identify_samples().write(folder / SAMPLES)
-                if judgement.whole.described:
-                    reference = Reference(judgement.whole.described, judgement.whole.columns)
-                    reference.write(folder / promotion.REFERENCE)
+                if evaluation.monitoring_columns:
+                    Reference(evaluation.monitoring_columns, evaluation.columns).write(folder / promotion.REFERENCE)
     Deck("Verdict", page.read_text(encoding="ascii"))
     paths.print_local_files(f"{judgement.verdict.describe()}; written to", {page: "all checks, to open in a browser"})
     return Judged(judgement.verdict.promotes, judgement.verdict, output_folder(folder))

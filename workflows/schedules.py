@@ -120,7 +120,7 @@ class Schedule(CheckedFields, called="key"):
         if "model_name" in self.keys:
             inputs["model_name"] = self.model_name
         if self.workflow == MONITORING:
-            inputs["window"].at(datetime.now(UTC))  # raises UserError for a window without samples
+            inputs["window"].fill_in_time(datetime.now(UTC))  # raises UserError for a window without samples
         if self.workflow == SWEEPING:
             check_sweep(inputs["sweep"], inputs["hp"])
         return inputs

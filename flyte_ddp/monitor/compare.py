@@ -19,50 +19,52 @@ LEAST_EXPECTED = 5  # samples of a category on the smaller side; rarer categorie
 
 
 def compare_columns(reference: Mapping[str, NDArray[Any]], window: Mapping[str, NDArray[Any]]) -> list[ColumnChange]:
-    """Return each column's p-value, corrected by Holm's method, and effect, in the order of the reference.
+    """Return how each column of the reference has changed in the window, by p-value and effect.
 
-    Columns of the window that the reference lacks are ignored. The effect of numbers is the largest distance of the two
-    distribution functions. The effect of categories is half the sum of the shares' differences, or the excess of new
-    categories if larger. A column has moved if p is at most ALPHA (0.01) and the effect at least FLOOR (0.05). If the
-    tests cannot find a change of a column, the result has the reason.
+    P-values are corrected by Holm's method. The effect of numbers is the largest distance of the two distribution
+    functions. The effect of categories is half the sum of the shares' differences, or the excess of new categories if
+    larger. A column has moved if p is at most ALPHA (0.01) and the effect at least FLOOR (0.05). If no test can find a
+    change of a column, the result has the reason. Columns of the window that the reference lacks are ignored.
     """
-    found = [compare_values(values, window[name]) for name, values in reference.items()]
+    found = [compare_column(values, window[name]) for name, values in reference.items()]
     changes = []
     for (name, values), p, (_, effect) in zip(
         reference.items(), correct_p_values([p for p, _ in found]), found, strict=True
     ):
         moved = p <= ALPHA and effect >= FLOOR
-        changes.append(ColumnChange(name, p, effect, moved, "" if moved else explain_no_test(values, window[name])))
+        changes.append(
+            ColumnChange(name, p, effect, moved, "" if moved else explain_untestable_column(values, window[name]))
+        )
     return changes
 
 
-def compare_values(reference: NDArray[Any], window: NDArray[Any]) -> tuple[float, float]:
-    """Return p-value and effect of the difference between a column's values in the reference and in the window.
+def compare_column(reference: NDArray[Any], window: NDArray[Any]) -> tuple[float, float]:
+    """Test whether a column's values differ between reference and window, and return p-value and effect.
 
-    Texts are compared as categories, and so are numbers if the reference has at most 20 different values, at least 5
-    times each on average. Other numbers are compared by Kolmogorov and Smirnov's test. NaN counts as infinity. If both
-    sides have the same single value, returns (1, 0).
+    Texts, and numbers with few different values, are compared as categories. Other numbers are compared by Kolmogorov
+    and Smirnov's test. NaN counts as infinity. If both sides have the same single value, returns (1, 0).
 
     Returns:
         The p-value without correction, and the effect from 0 to 1 as in :func:`compare_columns`.
     """
-    reference, window = replace_nan(reference), replace_nan(window)
+    reference, window = replace_nan_by_infinity(reference), replace_nan_by_infinity(window)
     if not has_categories(reference):
         numbers = ks_2samp(reference, window, method="asymp")
         return float(numbers.pvalue), float(numbers.statistic)
     table = count_categories(reference, window)[1]
-    return compare_categories(table) if table.shape[1] > 1 else (1.0, 0.0)
+    return compare_category_counts(table) if table.shape[1] > 1 else (1.0, 0.0)
 
 
-def compare_categories(table: NDArray[np.int64]) -> tuple[float, float]:
-    """Return p-value and effect of Pearson's chi-squared test on counts [2, K], K > 1, of reference and window.
+def compare_category_counts(table: NDArray[np.int64]) -> tuple[float, float]:
+    """Return p-value and effect of Pearson's chi-squared test on the counts [2, K], K > 1, of reference and window.
 
-    If all categories but one are rare, Fisher's exact test compares the common category with the rest. Categories that
-    the reference lacks are new. If the window has more samples of new categories than expected, Fisher's test also
-    compares the new samples with the rest. The smaller p-value is then doubled. The expected share is the reference's
-    share of samples that are alone in a category (Good, Biometrika 40, 1953).
+    If all categories but one are rare, Fisher's exact test compares the common category with the rest.
+
+    Categories that the reference lacks are new. The expected share of new categories is the share of the reference's
+    samples that are alone in a category (Good, Biometrika 40, 1953). If the window has more new categories than
+    expected, Fisher's test also compares new categories with the rest. The smaller p-value is then doubled.
     """
-    pooled = pool_rare(table)
+    pooled = pool_rare_categories(table)
     shares, found = pooled / pooled.sum(1, keepdims=True), chi2_contingency(pooled)
     rare = pooled.shape[1] == 2 and found.expected_freq.min() < LEAST_EXPECTED
     p, effect = fisher_exact(pooled).pvalue if rare else found.pvalue, np.abs(shares[0] - shares[1]).sum() / 2
@@ -74,13 +76,13 @@ def compare_categories(table: NDArray[np.int64]) -> tuple[float, float]:
     return float(p), float(effect)
 
 
-def explain_no_test(reference: NDArray[Any], window: NDArray[Any]) -> str:
-    """Return why the tests cannot find a change of a column, or "" if the tests can. Call this unless the column moved.
+def explain_untestable_column(reference: NDArray[Any], window: NDArray[Any]) -> str:
+    """Return why no test can find a change of a column that has not moved, or "" if a test can.
 
     No effect can reach FLOOR (0.05) if a single value, or all rare categories together, make up more than 95 % of both
     sides.
     """
-    reference, window = replace_nan(reference), replace_nan(window)
+    reference, window = replace_nan_by_infinity(reference), replace_nan_by_infinity(window)
     most = f"more than {100 * (1 - FLOOR):.0f} % of the"
     values, counts = np.unique(reference, return_counts=True)
     common = values[counts.argmax()]
@@ -89,21 +91,24 @@ def explain_no_test(reference: NDArray[Any], window: NDArray[Any]) -> str:
         shown = "unknown" if common == np.inf else format_page_cell(common.item())
         return f"{'all' if share == 1 else most} samples are {shown}"
     if has_categories(reference):
-        pooled = pool_rare(count_categories(reference, window)[1])
+        pooled = pool_rare_categories(count_categories(reference, window)[1])
         if (pooled[:, 0] / pooled.sum(1)).min() > 1 - FLOOR:
             return f"{most} samples have rare values, which count as one category"
     return ""
 
 
 def has_categories(reference: NDArray[Any]) -> bool:
-    """Return whether values are categories: texts, or numbers with few different values that occur repeatedly."""
+    """Return whether values are categories: texts, or numbers with up to 20 different values.
+
+    The numbers must occur at least 5 times each on average.
+    """
     if reference.dtype.kind == "U":
         return True
     return len(np.unique(reference)) <= min(FEW_VALUES, len(reference) // LEAST_EXPECTED)
 
 
-def replace_nan(values: NDArray[Any]) -> NDArray[Any]:
-    """Return numbers with infinity instead of NaN. A growing share of unknown numbers then counts as a change."""
+def replace_nan_by_infinity(values: NDArray[Any]) -> NDArray[Any]:
+    """Return the values with infinity in place of NaN, so that a growing share of NaN counts as a change."""
     return np.where(np.isnan(values), np.inf, values) if values.dtype.kind == "f" else values
 
 
@@ -114,11 +119,11 @@ def count_categories(reference: NDArray[Any], window: NDArray[Any]) -> tuple[NDA
     return values, np.stack([np.bincount(side, minlength=len(values)) for side in sides])
 
 
-def pool_rare(table: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Merge the rarest columns of counts [2, K], K > 1, into one, and return the counts.
+def pool_rare_categories(table: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the counts [2, K], K > 1, with the rarest columns merged into the first column.
 
-    Merging stops when each column has an expected count of at least 5 in the row with fewer samples. It also stops when
-    two columns are left. The merged column comes first, then the others by rising total.
+    Columns are merged until each column's expected count in the row with fewer samples is at least 5, or until two
+    columns are left. The other columns follow by rising total.
     """
     table = table[:, np.argsort(table.sum(0), kind="stable")]
     totals, least = table.sum(0), LEAST_EXPECTED * table.sum() / table.sum(1).min()
@@ -126,15 +131,17 @@ def pool_rare(table: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.add.reduceat(table, [0, *range(min(pooled, len(totals) - 1), len(totals))], axis=1)
 
 
-def rate_samples(reference: Mapping[str, NDArray[Any]], window: Mapping[str, NDArray[Any]]) -> NDArray[np.float64]:
+def rate_unusual_samples(
+    reference: Mapping[str, NDArray[Any]], window: Mapping[str, NDArray[Any]]
+) -> NDArray[np.float64]:
     """Return how unusual each sample of the window is, [n]. Higher numbers are more unusual.
 
-    The rating is the sum over the reference's columns of -log of a share of the reference. For categories, the share is
-    of equal values. For numbers, the share is of values at least as far out. A share counts as at least one sample.
+    The number is the sum of -log(share) over the columns. The share is of the reference's samples that have an equal
+    category, or that lie in the tails of the distribution beyond the number. The share of a single sample is the least.
     """
     found = np.zeros(len(next(iter(window.values()))))
     for name, values in reference.items():
-        known, there = np.sort(replace_nan(values)), replace_nan(window[name])
+        known, there = np.sort(replace_nan_by_infinity(values)), replace_nan_by_infinity(window[name])
         left, right = (np.searchsorted(known, there, side) for side in ("left", "right"))
         shares = right - left if has_categories(values) else 2 * np.minimum(right, len(known) - left)
         found -= np.log(np.clip(shares, 1, len(known)) / len(known))

@@ -8,11 +8,11 @@ from flyte_ddp.monitor.window import Window
 from flyte_ddp.report.figures import BLUE, MUTED, ORANGE, SIZE, draw_svg
 
 
-def draw_course(windows: Sequence[Window]) -> list[tuple[str, str]]:
-    """Return the title and SVG element of each chart of windows, oldest first.
+def draw_window_history(windows: Sequence[Window]) -> list[tuple[str, str]]:
+    """Return the title and the SVG element of each chart over the ``windows``, oldest first.
 
-    The charts are the score, and the number of moved columns. A chart needs two windows with a score, or with compared
-    columns.
+    The charts are the score, and the number of moved columns. Each chart needs at least two windows with a score, or
+    with compared columns.
     """
     measured = [window for window in windows if window.score is not None]
     judged = [window for window in windows if window.columns]
@@ -26,9 +26,9 @@ def draw_course(windows: Sequence[Window]) -> list[tuple[str, str]]:
 
 
 def draw_over_windows(plot: Callable[[Any], str]) -> str:
-    """Draw a chart over the numbers of the windows, and return the SVG element.
+    """Return the SVG element of a chart whose x axis shows the numbers of the windows.
 
-    ``plot(axes)`` draws on matplotlib's axes, and returns the label of the y axis. The x axis shows whole numbers.
+    ``plot(axes)`` draws on matplotlib's axes, and returns the label of the y axis.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -43,10 +43,7 @@ def draw_over_windows(plot: Callable[[Any], str]) -> str:
 
 
 def plot_scores(axes: Any, windows: Sequence[Window], name: str) -> str:
-    """Plot the windows' scores with intervals, and the held-out measure as a line.
-
-    Return ``name``, the measure's name.
-    """
+    """Plot the windows' scores with intervals, and the held-out measure as a line. Return the label ``name``."""
     axes.axhline(windows[-1].held_out, color=MUTED, linestyle="--", label="held out")
     ranges = [(each.number, each.low, each.high) for each in windows if each.low is not None and each.high is not None]
     if ranges:

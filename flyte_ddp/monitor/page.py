@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from flyte_ddp.core.objectives.table_columns import SHOWN_NUMBERS, format_page_cell
 from flyte_ddp.core.text.formatting import format_number, format_p_value, join_first, name_measure
-from flyte_ddp.monitor.compare import count_categories, has_categories, replace_nan
-from flyte_ddp.monitor.course import draw_course
+from flyte_ddp.monitor.compare import count_categories, has_categories, replace_nan_by_infinity
+from flyte_ddp.monitor.course import draw_window_history
 from flyte_ddp.monitor.watch import INPUT, ROW, WatchedModel
 from flyte_ddp.monitor.window import Window
 from flyte_ddp.predict.sample_columns import SampleColumns
@@ -27,21 +27,22 @@ LEAST_P = 0.0001  # the least p-value on the page, because smaller numbers are o
 ENDS = 0.005, 0.995  # quantiles between which numbers are drawn
 
 
-def write_page(window: Window, watched: WatchedModel, course: Sequence[Window], name: str, path: Path) -> Path:
+def write_window_page(window: Window, watched: WatchedModel, history: Sequence[Window], name: str, path: Path) -> Path:
     """Write the HTML page of a recorded window, replacing an existing file, and return the path.
 
     Args:
-        window: The window, as :func:`record_window` returned it.
+        window: The window, a result of :func:`record_window`.
         watched: The samples of the window and of the reference.
-        course: The champion's last windows, oldest first.
+        history: The champion's last windows, oldest first.
         name: The model's name.
+        path: The path of the page.
     """
     page = render_template(
         "window.html",
         name=name,
         window=window,
         measure=name_measure(window.measure),
-        course=draw_course(course),
+        course=draw_window_history(history),
         rows=[
             (each.column, "\N{EN DASH}", "\N{EN DASH}", f"cannot be compared: {each.untested}")
             if each.untested
@@ -54,19 +55,20 @@ def write_page(window: Window, watched: WatchedModel, course: Sequence[Window], 
             for each in sorted(window.columns, key=lambda each: (-each.moved, bool(each.untested), -each.effect))
         ],
         charts=[
-            (each.column + describe_new(*sides), draw_distributions(each.column, *sides))
+            (each.column + describe_new_categories(*sides), draw_distributions(each.column, *sides))
             for each in window.moved[:DRAWN]
             for sides in [(watched.reference[each.column], watched.columns[each.column])]
         ],
-        pictures=[*show_inputs(watched, [each.column for each in window.moved])],
+        pictures=[*list_unusual_samples(watched, [each.column for each in window.moved])],
     )
     return write_html(path, page)
 
 
-def show_inputs(watched: WatchedModel, moved: Sequence[str]) -> Iterator[Picture]:
-    """Yield the unusual samples with up to SHOWN_NUMBERS (6) inputs each, inputs in ``moved`` columns first.
+def list_unusual_samples(watched: WatchedModel, moved: Sequence[str]) -> Iterator[Picture]:
+    """Yield the pictures of the most unusual samples, each with up to SHOWN_NUMBERS (6) inputs.
 
-    Names of inputs lose the prefixes "row " and "input ", unless the rest is a number.
+    Inputs in the columns ``moved`` come first. Names of inputs lose the prefixes "row " and "input ", unless the rest
+    is a number.
     """
     for _, picture in watched.unusual:
         values = {name: picture.values[name] for name in (*moved, *picture.values) if name in picture.values}
@@ -78,19 +80,19 @@ def show_inputs(watched: WatchedModel, moved: Sequence[str]) -> Iterator[Picture
 
 
 def draw_distributions(name: str, reference: NDArray[Any], window: NDArray[Any]) -> str:
-    """Return an SVG element with the shares of a column's values, or ranges of values, in reference and window."""
+    """Return an SVG element with the distribution of a column in the reference and in the window."""
 
     def plot_shares(axes: Any) -> str:
         """Plot the shares of both sides, and return the label of the y axis."""
         if has_categories(reference):
-            labels, counts = pool_new(*count_categories(reference, window))
+            labels, counts = pool_new_categories(*count_categories(reference, window))
             shares = counts / counts.sum(1, keepdims=True)
             chosen = np.sort(np.argsort(-np.abs(shares[0] - shares[1]), kind="stable")[:BARS])
             shares, edges = shares[:, chosen], np.arange(len(chosen) + 1) - 0.5
             labels = [labels[place][:14] for place in chosen.tolist()]
             axes.set_xticks(range(len(chosen)), labels, rotation=30 if max(map(len, labels)) > 5 else 0)
         else:
-            sides = [replace_nan(side).astype(np.float64) for side in (reference, window)]
+            sides = [replace_nan_by_infinity(side).astype(np.float64) for side in (reference, window)]
             every = np.concatenate(sides)
             low, high = np.quantile(every[np.isfinite(every)], ENDS)
             # Bins of almost equal numbers must be wide enough for edges that differ.
@@ -105,8 +107,11 @@ def draw_distributions(name: str, reference: NDArray[Any], window: NDArray[Any])
     return draw_svg(plot_shares, name, (0.125, 0.17, 0.855, 0.75), label_word="by", figsize=SIZE)
 
 
-def pool_new(values: NDArray[Any], counts: NDArray[np.int64]) -> tuple[list[str], NDArray[np.int64]]:
-    """Return labels and counts [2, k] of K values. All values that the reference lacks share the label "(new)"."""
+def pool_new_categories(values: NDArray[Any], counts: NDArray[np.int64]) -> tuple[list[str], NDArray[np.int64]]:
+    """Return the labels and the counts of a chart's bars. All values that the reference lacks share the bar "(new)".
+
+    ``values`` [K] are categories, and ``counts`` [2, K] are their numbers in reference and window.
+    """
     known = counts[0] > 0
     labels = [format_page_cell(value) for value in values[known].tolist()]
     if known.all():
@@ -114,10 +119,10 @@ def pool_new(values: NDArray[Any], counts: NDArray[np.int64]) -> tuple[list[str]
     return [*labels, "(new)"], np.column_stack([counts[:, known], counts[:, ~known].sum(1)])
 
 
-def describe_new(reference: NDArray[Any], window: NDArray[Any]) -> str:
-    """Return a text with the categories that the reference lacks, most frequent first.
+def describe_new_categories(reference: NDArray[Any], window: NDArray[Any]) -> str:
+    """Return a text with the categories that the reference lacks, most frequent first, or "" without new categories.
 
-    Returns "" if there are no new categories, or if the values are numbers without categories.
+    Also returns "" if the values are numbers without categories.
     """
     values, counts = count_categories(reference, window)
     order = np.argsort(-counts[1], kind="stable")
@@ -125,7 +130,7 @@ def describe_new(reference: NDArray[Any], window: NDArray[Any]) -> str:
     return f": new values {join_first(new)}" if new and has_categories(reference) else ""
 
 
-def write_table(path: Path, columns: SampleColumns, ids: Sequence[str] = ()) -> Path:
+def write_csv_table(path: Path, columns: SampleColumns, ids: Sequence[str] = ()) -> Path:
     """Write columns as CSV, replacing an existing file, and return the path.
 
     The first column is the samples' ids, unless ``ids`` is empty.

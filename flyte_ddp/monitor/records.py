@@ -30,10 +30,10 @@ class Records:
     files: dict[int, list[str]]  # by the window's number, ascending: the record, then records with a later truth
     marks: set[tuple[int, str, str]]  # numbers with the digests of digest_samples and digest_author
 
-    def read(self, numbers: Collection[int]) -> list[Window]:
-        """Return the windows with these numbers, in the same order, each with the last truth.
+    def read_windows(self, numbers: Collection[int]) -> list[Window]:
+        """Read the windows with these numbers, each with the last truth, in the order of the numbers.
 
-        Raises UserError for a damaged file.
+        Raises UserError if a file is damaged.
         """
         with ThreadPoolExecutor(READERS) as pool:
             return [*pool.map(self.read_window, numbers)]
@@ -42,15 +42,15 @@ class Records:
         """Return the window with a number and its last truth. Raises UserError if the file is damaged."""
         address = storage.join_address(self.folder, self.files[number][-1])
         try:
-            return Window.from_json(self.registry.read_file(address, storage.read_file) or b"")
+            return Window.from_json(self.registry.read_if_exists(address, storage.read_file) or b"")
         except DAMAGED:
             raise UserError(f"{address}: is damaged; restore or delete it") from None
 
-    def read_deciding(self, window: Window) -> list[Window]:
-        """Read the earlier windows that decide whether a window is an alarm, and return the windows, oldest first.
+    def read_deciding_windows(self, window: Window) -> list[Window]:
+        """Read the earlier windows that decide whether ``window`` is an alarm, and return them, oldest first.
 
         May return more windows than needed. Returns [] if the window has no moved columns and no worse score. Raises
-        UserError for a damaged file.
+        UserError if a file is damaged.
         """
         found, numbers = list[Window](), [number for number in self.files if number < window.number]
         while numbers and not (
@@ -58,38 +58,41 @@ class Records:
             and (not window.worse or sum(each.worse_p is not None for each in found) >= LOOKED_AT - 1)
         ):
             some = max(LOOKED_AT - 1, len(found))  # mostly few; twice as many each time if few windows count
-            found = self.read(numbers[-some:]) + found
+            found = self.read_windows(numbers[-some:]) + found
             del numbers[-some:]
         return found
 
     def write_mark(self, number: int, window: Window) -> None:
-        """Write a window's mark: a file whose name has the window's number, and digests of samples and author."""
+        """Write a window's mark, a file whose name has the window's number, and digests of samples and author.
+
+        The mark makes equal windows findable without reading all windows. Adds the mark to ``marks``.
+        """
         mark = (digest_samples(window), digest_author(window))
         self.registry.create_file(storage.join_address(self.folder, f"samples/{number:08}-{'-'.join(mark)}"), b"\n")
         self.marks.add((number, *mark))
 
-    def find_same(self, window: Window, *, once: bool) -> Window | None:
-        """Return the first window with the same address and the same samples, or None.
+    def find_same_window(self, window: Window, *, idempotent: bool) -> Window | None:
+        """Return the first window with the address and the samples of ``window``, or None.
 
-        With ``once``, if no window has the same samples, the same address and the same author are enough. Writes
-        missing marks. Raises UserError for a damaged file.
+        With ``idempotent``, if no window has the same samples, returns the first window with the same address and the
+        same author. Writes missing marks. Raises UserError if a file is damaged.
         """
         # A mark is missing if the writer was killed, or if an older release wrote the record.
         missing = sorted(self.files.keys() - {number for number, *_ in self.marks})
-        for number, each in zip(missing, self.read(missing), strict=True):
+        for number, each in zip(missing, self.read_windows(missing), strict=True):
             self.write_mark(number, each)
-        for place, digest in enumerate((digest_samples, digest_author)[: 1 + once], 1):
+        for place, digest in enumerate((digest_samples, digest_author)[: 1 + idempotent], 1):
             marked = {mark[0] for mark in self.marks if mark[place] == digest(window)}
             # If a person deleted a record, another window may have the same number now.
-            same = self.read([number for number in self.files if number in marked])
+            same = self.read_windows([number for number in self.files if number in marked])
             if found := next((each for each in same if digest(each) == digest(window)), None):
                 return found
         return None
 
 
 def list_records(registry: Registry, entry: Entry) -> Records:
-    """List the files of a champion's windows without reading them. ``entry`` is the champion's entry in the log."""
-    folder = registry.at("monitor", f"{entry.number:08}")
+    """Return the names of the files of a champion's windows. ``entry`` is the champion's entry in the log."""
+    folder = registry.address_of("monitor", f"{entry.number:08}")
     files, marks = dict[int, list[str]](), set[tuple[int, str, str]]()
     for name in registry.list_files(folder):  # sorted: the records first, and truths in order
         if found := RECORD.fullmatch(name):
@@ -112,33 +115,33 @@ def digest_text(text: str) -> str:
 
 
 def read_windows(registry: Registry, entry: Entry) -> list[Window]:
-    """Return the last RECENT (50) windows of a champion, oldest first, or [] if there are none.
+    """Read the last RECENT (50) windows of a champion, and return the windows, oldest first.
 
-    ``entry`` is the champion's entry in the log. Raises UserError for a damaged record.
+    ``entry`` is the champion's entry in the log. Raises UserError if a file is damaged.
     """
     records = list_records(registry, entry)
-    return records.read([*records.files][-RECENT:])
+    return records.read_windows([*records.files][-RECENT:])
 
 
-def record_window(registry: Registry, entry: Entry, window: Window, *, once: bool = False) -> Window:
+def record_window(registry: Registry, entry: Entry, window: Window, *, idempotent: bool = False) -> Window:
     """Write a window into the registry, and return the window with number and alarm.
 
-    If an earlier window has the same address and samples, returns the earlier window, with a new truth if ``window``
-    has one. If another writer takes the number first, tries the next number. Reads the windows that decide about an
-    alarm.
+    If an earlier window has the same address and samples, returns the earlier window. If ``window`` has new truths, the
+    earlier window is first recorded with these truths. Reads the windows that decide about an alarm.
 
     Args:
+        registry: The registry of the model.
         entry: The champion's entry in the log.
         window: The window, without a number.
-        once: Whether an earlier window with the same address and author counts as this window, even if its samples
-            differ.
+        idempotent: Whether an earlier window with the same address and author counts as this window, even if the
+            samples differ.
 
     Raises:
         UserError: A file is damaged, or the registry cannot be read or written.
     """
     while True:
         records = list_records(registry, entry)
-        same = records.find_same(window, once=once)
+        same = records.find_same_window(window, idempotent=idempotent)
         if same is None:
             number = max(records.files, default=0) + 1
             found, file = replace(window, number=number), f"{number:08}.json"
@@ -147,7 +150,7 @@ def record_window(registry: Registry, entry: Entry, window: Window, *, once: boo
             if not window.truths or found == same:
                 return same
             file = f"truth/{same.number:08}-{len(records.files[same.number]):04}.json"
-        found = replace(found, alarm=is_alarm([*records.read_deciding(found), found]))
+        found = replace(found, alarm=is_alarm([*records.read_deciding_windows(found), found]))
         if registry.create_file(storage.join_address(records.folder, file), found.to_json(indent=1).encode() + b"\n"):
             if same is None:
                 records.write_mark(found.number, found)

@@ -15,7 +15,7 @@ from flyte_ddp.core.training.evaluate import compute_measures
 from flyte_ddp.monitor.window import FEWEST, Score
 from flyte_ddp.objectives import Classification, Objective, Regression
 from flyte_ddp.predict.sample_columns import draw_objective_columns
-from flyte_ddp.release.scores import FORMULAS, is_higher_better, name_scores, needs_calls, score_samples
+from flyte_ddp.release.scores import FORMULAS, is_higher_better, name_scores, needs_call_per_sample, score_samples
 
 ALPHA = 0.01  # of a window, one-sided
 DRAWS = 299  # permutations; at ALPHA up to two may be as bad as the window
@@ -33,29 +33,29 @@ class HeldOut:
     columns: Columns  # the objective's, of some samples; empty: an older release judged the version
 
 
-def measure_score(objective: Objective, parts: Sequence[Mapping[str, Tensor]], held_out: HeldOut, seed: int) -> Score:
-    """Return the score of a window, compared with the held-out samples.
+def score_window(objective: Objective, parts: Sequence[Mapping[str, Tensor]], held_out: HeldOut, seed: int) -> Score:
+    """Return the main measure of a window's samples with a truth, and whether the measure is worse than held out.
 
     Args:
+        objective: The champion's objective.
         parts: The objective's columns of the samples with a truth, by batch. May be empty.
         held_out: The champion's results at its release.
         seed: The seed of the drawn samples and permutations.
     """
     columns = {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())}
-    found = measure_truth(objective, columns)
+    found = measure_samples_with_truth(objective, columns)
     if found.score is None:
         return found
     drawn = {name: torch.from_numpy(values) for name, values in draw_objective_columns(columns, seed).items()}
-    p = find_p_value(objective, drawn, found.score, held_out, seed)
+    p = find_p_value_of_worse(objective, drawn, found.score, held_out, seed)
     return found if p is None else replace(found, worse_p=p, worse=p <= ALPHA)
 
 
-def measure_truth(objective: Objective, columns: Columns) -> Score:
-    """Return the number of samples with a truth, the main measure, and the 95 % interval.
+def measure_samples_with_truth(objective: Objective, columns: Columns) -> Score:
+    """Return the number of samples with a truth, the main measure, and the measure's 95 % interval.
 
-    The interval of an accuracy is Wilson's. If another measure is a mean of the samples' scores, the interval assumes a
-    normal distribution of the mean. Values that cannot be determined are None, for example if fewer than 50 samples
-    have a truth.
+    The interval of an accuracy is Wilson's. The interval of a mean of the samples' scores assumes that the mean is
+    normally distributed. Other measures have no interval. With fewer than 50 samples, measure and interval are None.
     """
     samples = len(columns["loss"]) if columns else 0
     found = Score(truths=samples)
@@ -68,7 +68,7 @@ def measure_truth(objective: Objective, columns: Columns) -> Score:
     if is_accuracy(objective):
         low, high = binomtest(round(score * samples), samples).proportion_ci(method="wilson")
         return replace(found, low=low, high=high)
-    scores = score_samples_of_mean(objective, columns)
+    scores = score_samples_if_mean(objective, columns)
     if scores is None or not scores.std():  # equal scores have no normal distribution
         return found
     higher = is_higher_better(objective)
@@ -82,36 +82,39 @@ def is_accuracy(objective: Objective) -> bool:
     return type(objective).measure is Classification.measure and objective.main_measure == "accuracy"
 
 
-def score_samples_of_mean(objective: Objective, columns: Columns) -> NDArray[np.float64] | None:
-    """Return each sample's score, where higher is better, or None if the main measure is no mean of scores.
+def score_samples_if_mean(objective: Objective, columns: Columns) -> NDArray[np.float64] | None:
+    """Return each sample's score, or None if the main measure is not a mean of the scores. Higher is better.
 
     Also returns None for user-defined measures or scores, and for several predicted numbers.
     """
     kind = type(objective)
     several = isinstance(objective, Regression) and columns["prediction"][0].numel() > 1
     own = kind.measure not in FORMULAS or kind.scores not in (Objective.scores, Classification.scores)
-    return None if own or several or needs_calls(objective) else score_samples(objective, columns)
+    return None if own or several or needs_call_per_sample(objective) else score_samples(objective, columns)
 
 
-def find_p_value(objective: Objective, columns: Columns, score: float, held_out: HeldOut, seed: int) -> float | None:
-    """Return the p-value of a score worse than held out, or None if no test is possible.
+def find_p_value_of_worse(
+    objective: Objective, columns: Columns, score: float, held_out: HeldOut, seed: int
+) -> float | None:
+    """Return the one-sided p-value for a score worse than held out, or None if no test is possible.
 
     Args:
+        objective: The champion's objective.
         columns: The objective's columns of all or some samples with a truth.
         score: The main measure of all samples with a truth.
         held_out: The champion's results at its release.
         seed: The seed of permutations.
     """
     if held_out.columns.keys() >= columns.keys():
-        return p_value_of_draws(objective, columns, held_out.columns, seed)
-    return p_value_without_columns(objective, columns, score, held_out)
+        return p_value_by_permutations(objective, columns, held_out.columns, seed)
+    return p_value_from_held_out_score(objective, columns, score, held_out)
 
 
-def p_value_of_draws(objective: Objective, columns: Columns, held_out: Columns, seed: int) -> float | None:
-    """Return the one-sided p-value of the permutation test that the main measure is worse than held out.
+def p_value_by_permutations(objective: Objective, columns: Columns, held_out: Columns, seed: int) -> float | None:
+    """Return the p-value of a permutation test that the main measure is worse than held out.
 
-    Returns None if the measure is undefined. Drawing stops when ALPHA cannot be reached (Besag and Clifford, Biometrika
-    78, 1991). Draws do not count if the measure is undefined on a side.
+    Returns None if the measure is undefined. Permutations for which the measure is undefined do not count. Drawing
+    stops early when the p-value cannot become as small as ALPHA (Besag and Clifford, Biometrika 78, 1991).
     """
     sign, name = 1 if is_higher_better(objective) else -1, objective.main_measure
     samples, random = len(columns["loss"]), np.random.default_rng(seed)
@@ -137,18 +140,20 @@ def p_value_of_draws(objective: Objective, columns: Columns, held_out: Columns, 
     return (as_bad + 1) / (draws + 1)
 
 
-def p_value_without_columns(objective: Objective, columns: Columns, score: float, held_out: HeldOut) -> float | None:
-    """Return a one-sided p-value of an accuracy, RMSE or perplexity from the held-out score alone.
+def p_value_from_held_out_score(
+    objective: Objective, columns: Columns, score: float, held_out: HeldOut
+) -> float | None:
+    """Return the p-value of a worse accuracy, RMSE or perplexity if only the held-out score is known, else None.
 
-    Returns None for other measures, or if all scores are equal. The p-value of an accuracy is Fisher's. For RMSE and
-    perplexity, means are assumed to be normal, and held-out scores to vary as the window's scores.
+    Also returns None if all scores of the window are equal. An accuracy is tested by Fisher's exact test. For RMSE and
+    perplexity, means are assumed to be normally distributed, and the held-out scores to vary as much as the window's.
     """
     samples = len(columns["loss"])
     if is_accuracy(objective):
         pairs = ((score, samples), (held_out.score, held_out.samples))
         counts = [(right := round(share * number), number - right) for share, number in pairs]
         return float(fisher_exact(counts, alternative="less").pvalue)
-    to_score, scores = SCORE_OF_MEASURE.get(name_scores(objective)), score_samples_of_mean(objective, columns)
+    to_score, scores = SCORE_OF_MEASURE.get(name_scores(objective)), score_samples_if_mean(objective, columns)
     if to_score is None or scores is None or not (deviation := scores.std(ddof=1)):
         return None
     error = deviation * math.sqrt(1 / samples + 1 / held_out.samples)

@@ -40,10 +40,8 @@ class WindowSource(CheckedFields, called="window setting"):
     )
     fail_on_alarm: bool = setting(True, "Whether an alarm ends the execution as failed, so that Flyte notifies people.")
 
-    def at(self, time: datetime) -> Self:
-        """Return the source for a ``time``, with the fields of strftime filled in.
-
-        The time is in UTC, less ``hours_back``.
+    def fill_in_time(self, time: datetime) -> Self:
+        """Return a copy with the fields of strftime filled in by ``time``, in UTC, less ``hours_back``.
 
         Raises:
             UserError: Not exactly one kind is given, a data set and a truth are given, or a percent sign begins no
@@ -55,7 +53,7 @@ class WindowSource(CheckedFields, called="window setting"):
         if self.truth and self.dataset:
             raise UserError(f"truth={self.truth!r}: dataset={self.dataset!r} has its own truth; omit truth or dataset")
         moment = time.astimezone(UTC) - timedelta(hours=self.hours_back)
-        filled: dict[str, Any] = {name: fill_in(name, getattr(self, name), moment) for name in ADDRESSES}
+        filled: dict[str, Any] = {name: fill_in_address(name, getattr(self, name), moment) for name in ADDRESSES}
         return replace(self, **filled)
 
     @property
@@ -64,8 +62,8 @@ class WindowSource(CheckedFields, called="window setting"):
         return self.images or self.table or " ".join(filter(None, (self.dataset, self.data_source)))
 
 
-def fill_in(name: str, address: str, moment: datetime) -> str:
-    """Return an address with its fields of strftime filled in. ``name`` is the setting's name for errors.
+def fill_in_address(name: str, address: str, moment: datetime) -> str:
+    """Return an address with the fields of strftime filled in. ``name`` is the setting's name for errors.
 
     Raises:
         UserError: A percent sign begins no field.

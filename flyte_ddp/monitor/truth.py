@@ -37,10 +37,11 @@ class TruthFile:
         self.users = dict[str, str]()  # the matching sample of each id of the file
         self.missing = list[str]()  # samples without an id in the file
 
-    def find(self, sample: str) -> str:
-        """Return a sample's truth, or "" if the file lacks the id. Also keeps the match, or the sample as missing.
+    def look_up(self, sample: str) -> str:
+        """Return a sample's truth, or "" if the file lacks the id.
 
-        Raises UserError for an id that fits two samples.
+        Records in ``users`` which sample has matched an id, or in ``missing`` the sample without an id. Raises
+        UserError if an id of the file matches two samples.
         """
         name = sample if sample in self.truths else self.by_form.get(normalize_form(sample))
         if name is None:
@@ -51,10 +52,10 @@ class TruthFile:
             raise UserError(f"truth={self.address!r}: {rule}; write the ids as in a table of predictions")
         return self.truths[name]
 
-    def check_ids(self) -> str:
-        """Return a note on ids in another form, or "". Call this after all samples were looked up.
+    def check_and_describe_ids(self) -> str:
+        """Return a note on ids that the file writes in another form, or "". Call this after all calls of look_up().
 
-        Raises UserError if no id has the form of a sample's id.
+        Raises UserError if no id of the file has the form of a sample's id.
         """
         forms = {*map(mask_numbers, self.truths)}
         if forms and not self.users and forms.isdisjoint(map(mask_numbers, self.missing)):
@@ -64,11 +65,11 @@ class TruthFile:
         return f"{format_count(len(others), 'id')} are written differently: {join_first(others, 2)}" if others else ""
 
 
-def add_truth(model: SavedModel, address: str, batches: Iterable[Batch]) -> Iterator[Batch]:
+def add_truth_to_batches(model: SavedModel, address: str, batches: Iterable[Batch]) -> Iterator[Batch]:
     """Yield batches with the truths of the user's file at ``address``, as classes or as targets.
 
-    The file is read at the first ``next()``. After the last batch, prints a note if no truth is known, or if ids are in
-    another form. A truth that is no class of the model is passed on.
+    The file is read at the first ``next()``. A class that the model does not know is passed on. After the last batch,
+    prints a note if no truth is known, or if ids are in another form.
 
     Raises:
         UserError: The model predicts neither classes nor one number for each sample, or the file cannot be read. A
@@ -80,9 +81,9 @@ def add_truth(model: SavedModel, address: str, batches: Iterable[Batch]) -> Iter
         raise UserError(f"truth={address!r}: {rule}; give a dataset, which has its own truth")
     classes, known = {**index_by_form(model.classes), **{name: name for name in model.classes}}, 0
     for batch in batches:
-        truths = [file.find(name) for name in batch.ids]
+        truths = [file.look_up(name) for name in batch.ids]
         if classifies:
-            truths = [name_class(truth, classes) for truth in truths]
+            truths = [truth_to_class(truth, classes) for truth in truths]
             known += sum(truth != "" for truth in truths)
             yield batch._replace(truths=truths)
         else:
@@ -92,17 +93,17 @@ def add_truth(model: SavedModel, address: str, batches: Iterable[Batch]) -> Iter
                 raise UserError(f"truth={address!r}: {error}; give a number for each id") from None
             known += sum(not math.isnan(number) for number in numbers)
             yield batch._replace(targets=torch.tensor(numbers, device=model.device))
-    note = file.check_ids()
+    note = file.check_and_describe_ids()
     if not known:
         note = "no sample has a truth yet"
     if note:
         Progress(model.settings.progress).print_note(f"truth={address!r}: {note}")
 
 
-def name_class(truth: str, classes: Mapping[str, str]) -> str:
-    """Return the class of a truth, or "" for an unknown truth. A text that is no class is returned unchanged.
+def truth_to_class(truth: str, classes: Mapping[str, str]) -> str:
+    """Return the name of a truth's class, or "" for an unknown truth. Any other text is returned unchanged.
 
-    ``classes`` maps names and their forms to names.
+    ``classes`` has the names of classes by name, and by the forms of :func:`normalize_form`.
     """
     if truth in classes:
         return classes[truth]
@@ -121,7 +122,7 @@ def normalize_form(text: str) -> str:
 
 
 def index_by_form(names: Iterable[str]) -> dict[str, str]:
-    """Return names by their normalized forms, without forms that several names share."""
+    """Return the names by the forms of :func:`normalize_form`, without forms that several names share."""
     found = dict[str, str]()
     shared = set[str]()
     for name in names:
@@ -131,12 +132,12 @@ def index_by_form(names: Iterable[str]) -> dict[str, str]:
 
 
 def mask_numbers(name: str) -> str:
-    """Return an id with 0 for each run of letters and digits with a digit: a17.png becomes 0.png."""
+    """Return an id in which each word with a digit is replaced by 0: a17.png becomes 0.png."""
     return re.sub(r"[A-Za-z]*[0-9][A-Za-z0-9]*", "0", name)
 
 
 def find_known_truths(batch: Batch) -> NDArray[np.bool_]:
-    """Return whether the truth of each of a batch's samples is known, [n]."""
+    """Return for each sample of a batch whether the truth is known, [n]."""
     targets = batch.targets
     if batch.truths is not None:
         return np.array([truth != "" for truth in batch.truths])

@@ -29,10 +29,10 @@ from flyte_ddp.core.training.evaluate import compute_batch_columns
 from flyte_ddp.core.user_code.source import translate_user_errors
 from flyte_ddp.datasets import open_prepared
 from flyte_ddp.datasets.encoded.samples import BadSamples
-from flyte_ddp.monitor.compare import SAMPLES, compare_columns, rate_samples
-from flyte_ddp.monitor.score import HeldOut, measure_score
+from flyte_ddp.monitor.compare import SAMPLES, compare_columns, rate_unusual_samples
+from flyte_ddp.monitor.score import HeldOut, score_window
 from flyte_ddp.monitor.source import WindowSource
-from flyte_ddp.monitor.truth import add_truth, find_known_truths
+from flyte_ddp.monitor.truth import add_truth_to_batches, find_known_truths
 from flyte_ddp.monitor.window import FEWEST, Window
 from flyte_ddp.pods.run_inputs import find_or_fetch_data_set
 from flyte_ddp.predict.predict import mark_rows_with_nan, own_decoding, restore_images
@@ -51,7 +51,7 @@ from flyte_ddp.predict.sample_columns import (
     draw_random_samples,
     join_columns,
 )
-from flyte_ddp.release.evaluation import find_targets
+from flyte_ddp.release.evaluation import select_targets
 from flyte_ddp.release.promotion import REFERENCE, VERDICT
 from flyte_ddp.release.registry import Entry, Registry
 from flyte_ddp.release.verdict import Verdict
@@ -64,10 +64,10 @@ ROW, INPUT = "row ", "input "  # prefixes of columns' names: of rows as they wer
 
 @dataclass
 class WatchedModel:
-    """Facts about a window's samples that the record does not contain."""
+    """The champion's model, and the samples of a window that the model has predicted."""
 
     model: SavedModel
-    reference: SampleColumns
+    reference: SampleColumns  # of the held-out samples
     bad: BadSamples = field(default_factory=lambda: BadSamples(sys.maxsize))
     ids: list[str] = field(default_factory=list)
     digest: Any = field(default_factory=sha256)  # of the inputs, because outputs depend on the number of threads
@@ -75,8 +75,8 @@ class WatchedModel:
     measured: list[dict[str, Tensor]] = field(default_factory=list)  # by batch, the objective's columns [n, ...]
     unusual: list[tuple[float, Picture]] = field(default_factory=list)  # the first PICTURED (24)
 
-    def predict(self, batches: Iterable[Batch]) -> None:
-        """Predict all batches of a window, and set or extend the fields of this object. Call this once.
+    def predict_batches(self, batches: Iterable[Batch]) -> None:
+        """Predict all batches of a window, and fill the fields of this object. Call this method once.
 
         Samples whose outputs are NaN are recorded in ``bad``, and have no columns.
 
@@ -104,11 +104,11 @@ class WatchedModel:
             self.ids += ids[usable].tolist()
             parts.append({name: values[usable] for name, values in columns.items()})
             truths = [*compress(describe_truths(model, batch), chosen)]
-            self.keep_unusual(batch.inputs, ids, truths, columns, np.flatnonzero(usable))
+            self.keep_unusual_samples(batch.inputs, ids, truths, columns, np.flatnonzero(usable))
             known = usable & find_known_truths(batch)[chosen]
             if known.any():
                 chosen[chosen] = known
-                targets = find_targets(model, batch, chosen.tolist())
+                targets = select_targets(model, batch, chosen.tolist())
                 if not known.all():
                     outputs = map_floats(outputs, lambda values: values[known])  # noqa: B023
                 with torch.no_grad():
@@ -116,7 +116,7 @@ class WatchedModel:
                 self.measured.append({name: column.double().cpu() for name, column in found.items()})
         self.columns = join_columns(parts)
 
-    def keep_unusual(
+    def keep_unusual_samples(
         self,
         inputs: Leaves,
         ids: NDArray[np.str_],
@@ -124,15 +124,16 @@ class WatchedModel:
         columns: SampleColumns,
         usable: NDArray[np.int64],
     ) -> None:
-        """Keep pictures of the most unusual samples, among this batch and the pictures kept before.
+        """Update ``unusual``, the pictures of the most unusual samples so far, with the samples of a batch.
 
         Args:
             inputs: The model's inputs of n samples.
+            ids: The ids of the samples [n].
             truths: The truths [n] as texts, "" if unknown.
-            columns: The columns of the samples, by which they are rated.
-            usable: The places of the samples that may be kept.
+            columns: The columns of the samples, which are compared with the reference.
+            usable: The positions of the samples that may be kept.
         """
-        ratings, spec = rate_samples(self.reference, columns), self.model.spec
+        ratings, spec = rate_unusual_samples(self.reference, columns), self.model.spec
         first = usable[np.argsort(-ratings[usable], kind="stable")[:PICTURED]]
         images = restore_images(inputs[first], spec) if isinstance(spec, InputSpec) else itertools.repeat(None)
         predictions = describe_samples(columns, "prediction", len(ids))  # type: ignore[arg-type]
@@ -159,12 +160,15 @@ def predict_window(
 ) -> tuple[Window, WatchedModel]:
     """Predict a window with the champion, and return the window, without a number, and its samples.
 
-    Runs the code that the champion's sidecar names. Prints a note if some samples cannot be decoded or predicted.
+    Downloads the champion, and runs the code that the champion's sidecar names. Prints a note if some samples cannot be
+    decoded or predicted. Writes nothing to the registry.
 
     Args:
+        registry: The registry of the model.
         entry: The champion's entry in the log.
         source: The addresses of samples and truth, with the fields of strftime filled in.
         local: The path of the images or the table on this machine.
+        settings: Settings for loading data.
         by: The Flyte execution or user, for the record.
 
     Raises:
@@ -184,8 +188,8 @@ def predict_window(
         model = SavedModel(weights, sidecar, settings)
         reference = Reference.from_bytes(registry.read_version_file(version, REFERENCE))
         watched = WatchedModel(model, reference.columns)
-        batches = open_window(model, source, local, watched.bad)
-        watched.predict(add_truth(model, source.truth, batches) if source.truth else batches)
+        batches = read_window_batches(model, source, local, watched.bad)
+        watched.predict_batches(add_truth_to_batches(model, source.truth, batches) if source.truth else batches)
     samples, bad = len(watched.ids), watched.bad.names
     if bad:
         counted = f"{len(bad):,} of {format_count(samples + len(bad), 'sample')} cannot be decoded or predicted"
@@ -208,13 +212,13 @@ def predict_window(
         columns=compare_columns(watched.reference, drawn) if samples >= FEWEST else [],
         measure=verdict.measure,
         held_out=held_out.score,
-        **vars(measure_score(model.objective, watched.measured, held_out, seed)),
+        **vars(score_window(model.objective, watched.measured, held_out, seed)),
     )
     return found, watched
 
 
-def open_window(model: SavedModel, source: WindowSource, local: Path, bad: BadSamples) -> Iterator[Batch]:
-    """Return the batches of the source's images, table or data set.
+def read_window_batches(model: SavedModel, source: WindowSource, local: Path, bad: BadSamples) -> Iterator[Batch]:
+    """Return an iterator of the batches of the source's images, table or data set.
 
     A data set is first downloaded and prepared if needed. ``local`` is the path of the images or the table on this
     machine. Undecodable samples are recorded in ``bad``.

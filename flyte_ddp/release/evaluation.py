@@ -47,16 +47,16 @@ class Evaluation:
     measures: dict[str, float]  # by name; empty if an output is not finite, except in classification
     ids: Sequence[str] = ()  # of the N samples
     undecoded: Sequence[str] = ()  # ids of the samples that cannot be decoded: not among the N
-    described: SampleColumns = field(default_factory=dict)  # empty: not requested, or not available
-    undescribed: Exception | None = None  # why ``described`` is empty, such as an error of user-defined answers
+    monitoring_columns: SampleColumns = field(default_factory=dict)  # empty: not requested, or not available
+    monitoring_error: Exception | None = None  # because of which ``monitoring_columns`` is empty
     places: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))  # [N], among the decodable samples
 
     @classmethod
     def from_batches(cls, objective: Objective, batches: Iterable[tuple[Any, Leaves, int]]) -> Self:
-        """Evaluate batches of (outputs, targets, number of samples), with at least one sample in all.
+        """Return the evaluation of batches of (outputs, targets, number of samples).
 
-        The ids of the samples are empty. If an output is not finite, only classification is measured. Raises UserError
-        if the main measure is undefined.
+        At least one sample is needed. The ids of the samples stay empty. If an output is not finite, only a
+        classification has measures. Raises UserError if the main measure is undefined.
         """
         # The values of each column by name and shape, as small byte strings. Tensors or growing buffers would lie in
         # memory between the large tensors of the batches, and the allocator could not use that memory again.
@@ -64,7 +64,7 @@ class Evaluation:
         with torch.no_grad():  # otherwise losses are computed as in training
             for batch in batches:
                 for part in objective.split_batch(*batch):
-                    columns, are_finite = compute_part(objective, *part)
+                    columns, are_finite = compute_columns_and_finite(objective, *part)
                     for name, column in columns.items():
                         values[name, column.shape[1:]].append(column.double().cpu().numpy().tobytes())
                     finite += are_finite.numpy().tobytes()
@@ -78,11 +78,10 @@ class Evaluation:
 
     @classmethod
     def from_columns(cls, objective: Objective, columns: dict[str, Tensor], finite: NDArray[np.bool_]) -> Self:
-        """Return the evaluation of the columns of all samples, with measures.
+        """Return the evaluation of all samples from the objective's columns.
 
-        ``columns`` are the objective's columns by name, and ``finite`` [N] is whether all outputs of a sample are
-        finite. If an output is not finite, only classification is measured. Raises UserError if the main measure is
-        undefined.
+        ``finite`` [N] is whether all outputs of a sample are finite. If an output is not finite, only a classification
+        has measures. Raises UserError if the main measure is undefined.
         """
         found = cls(objective, columns, finite, {}, places=np.arange(len(finite)))
         if finite.all() or isinstance(objective, Classification):
@@ -94,10 +93,10 @@ class Evaluation:
             )
         return found
 
-    def select(self, chosen: NDArray[np.bool_]) -> Self:
-        """Return the evaluation of the ``chosen`` samples, booleans [N], without the described columns.
+    def select_samples(self, chosen: NDArray[np.bool_]) -> Self:
+        """Return the evaluation of the samples that the mask ``chosen`` [N] selects, without ``monitoring_columns``.
 
-        Raises UserError if the main measure of these samples is undefined.
+        Raises UserError if the main measure of the selected samples is undefined.
         """
         columns = {name: column[torch.from_numpy(chosen)] for name, column in self.columns.items()}
         found = self.from_columns(self.objective, columns, self.finite[chosen])
@@ -127,22 +126,22 @@ class Evaluation:
         return np.asarray(self.columns["prediction"] == self.columns["truth"])
 
 
-def evaluate_split(model: SavedModel, data: PreparedSet, *, describe: bool = False) -> Evaluation:
+def evaluate_split(model: SavedModel, data: PreparedSet, *, for_monitoring: bool = False) -> Evaluation:
     """Run the model on the test split, and return the evaluation of the decodable samples.
 
-    With ``describe`` the evaluation also has the columns of inputs and outputs by which monitoring compares samples. If
-    these columns cannot be computed, the evaluation has the error instead.
+    With ``for_monitoring``, the evaluation also has the columns of inputs and outputs by which monitoring compares
+    samples. If these columns cannot be computed, the evaluation has the error instead.
 
     Raises:
         UserError: The split does not fit the model, no sample can be decoded, or the main measure is undefined. Other
             exceptions of user-defined code pass through.
     """
-    ids, undecoded, described, failures = list[str](), list[str](), list[SampleColumns](), list[Exception]()
+    ids, undecoded, monitoring_columns, failures = list[str](), list[str](), list[SampleColumns](), list[Exception]()
 
     def compute_outputs_and_targets() -> Iterator[tuple[Any, Leaves, int]]:
         """Yield outputs, targets and number of each batch's decodable samples, and fill the lists above."""
         for batch in read_test_batches(model, data):
-            targets = find_targets(model, batch, batch.decoded)
+            targets = select_targets(model, batch, batch.decoded)
             ids.extend(compress(batch.ids, batch.decoded))
             undecoded.extend(name for name, decoded in zip(batch.ids, batch.decoded, strict=True) if not decoded)
             if not any(batch.decoded):
@@ -150,10 +149,10 @@ def evaluate_split(model: SavedModel, data: PreparedSet, *, describe: bool = Fal
             outputs = model.compute_outputs(batch.inputs)
             model.objective.check_outputs(model.sidecar.model, outputs, targets)
             yield outputs, targets, sum(batch.decoded)
-            if describe and not failures:
+            if for_monitoring and not failures:
                 try:
-                    described.append(compute_sample_columns(model, batch.inputs, outputs, batch.rows))
-                    require_same_columns(described, sum(batch.decoded))
+                    monitoring_columns.append(compute_sample_columns(model, batch.inputs, outputs, batch.rows))
+                    check_same_columns(monitoring_columns, sum(batch.decoded))
                 except Exception as error:  # of user-defined answers: the verdict must not depend on them
                     failures.append(error)
             del outputs  # frees memory before the next outputs are computed
@@ -163,16 +162,19 @@ def evaluate_split(model: SavedModel, data: PreparedSet, *, describe: bool = Fal
     found = Evaluation.from_batches(model.objective, compute_outputs_and_targets())
     found.ids, found.undecoded = ids, undecoded
     if failures:
-        found.undescribed = failures[0]
+        found.monitoring_error = failures[0]
     else:
-        found.described = join_columns(described)
+        found.monitoring_columns = join_columns(monitoring_columns)
     return found
 
 
-def compute_part(objective: Objective, outputs: Any, targets: Leaves, samples: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the columns of a batch's samples, and whether all outputs of each sample are finite (bool [samples]).
+def compute_columns_and_finite(
+    objective: Objective, outputs: Any, targets: Leaves, samples: int
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the objective's columns of a batch, and whether all outputs of each sample are finite (bool [samples]).
 
-    Classification also has the columns "confidence" and "nll". ``samples`` is the number of samples in the batch.
+    Classification also has the columns "confidence" and "nll" (negative log-likelihood of the label). ``samples`` is
+    the number of samples in the batch.
     """
     columns = compute_batch_columns(objective, outputs, targets, samples)
     if isinstance(objective, Classification) and isinstance(outputs, Tensor):
@@ -188,23 +190,22 @@ def compute_part(objective: Objective, outputs: Any, targets: Leaves, samples: i
     return columns, finite
 
 
-def require_same_columns(described: Sequence[SampleColumns], samples: int) -> None:
+def check_same_columns(batches: Sequence[SampleColumns], samples: int) -> None:
     """Raise UserError unless the last batch has the first batch's columns, with a value for each sample.
 
-    ``described`` has the columns of each batch so far. ``samples`` is the number of decodable samples in the last
-    batch.
+    ``batches`` are the columns of each batch so far. ``samples`` is the number of decodable samples in the last batch.
     """
-    if described[-1].keys() != described[0].keys() or {*map(len, described[-1].values())} != {samples}:
+    if batches[-1].keys() != batches[0].keys() or {*map(len, batches[-1].values())} != {samples}:
         raise UserError(
             "the objective's answers: must have the same columns in each batch, and a value for each sample"
         )
 
 
-def find_targets(model: SavedModel, batch: Batch, chosen: Sequence[bool]) -> Leaves:
-    """Return the targets of a batch's ``chosen`` samples, as the objective expects them.
+def select_targets(model: SavedModel, batch: Batch, chosen: Sequence[bool]) -> Leaves:
+    """Return the targets of a batch's samples that the mask ``chosen`` selects, as the objective expects targets.
 
-    Names of classes become the model's class numbers. ``chosen`` has a boolean for each sample. Raises UserError for a
-    class that the model does not know, or for targets that do not fit the objective.
+    Names of classes become the model's class numbers. Raises UserError for a class that the model does not know, or for
+    targets that do not fit the objective.
     """
     if batch.truths is not None:
         places = {name: place for place, name in enumerate(model.classes)}
@@ -221,12 +222,13 @@ def find_targets(model: SavedModel, batch: Batch, chosen: Sequence[bool]) -> Lea
     return targets
 
 
-def evaluate_constant(found: Evaluation) -> Evaluation | None:
+def evaluate_best_constant(found: Evaluation) -> Evaluation | None:
     """Return the evaluation of the constant answer with the best main measure, or None if no answer is known.
 
-    ``found`` is a model's evaluation, which gives objective and truths. Tried answers are the shares of classes and the
-    ten most frequent classes, or for multilabel the shares of labels and all labels. An answer is known for
-    classification and multilabel alone, unless user-defined columns need other outputs.
+    A constant answer gives the same outputs for every sample. Classification tries the shares of the classes and the
+    ten most frequent classes. Multilabel tries the shares of the labels and all labels. For other objectives, or if
+    user-defined columns need other outputs, no answer is known. ``found`` is a model's evaluation, which gives
+    objective and truths.
     """
     objective, truth = found.objective.with_threshold(None), found.columns.get("truth")
     if truth is None or not isinstance(objective, (Classification, Multilabel)):

@@ -43,7 +43,7 @@ class FinishedRun:
         return cls(address, hp, sidecar.digests.data, sidecar.digests.weights)
 
     def check_weights(self) -> None:
-        """Raise UserError if model.pt cannot be read, or the SHA-256 is not the sidecar's. Reads the whole file."""
+        """Raise UserError if model.pt cannot be read, or has another SHA-256 than the sidecar says. Reads the file."""
         digest = read_run_file(self.address, WEIGHTS, storage.hash_file)
         if digest != self.weights:
             raise UserError(
@@ -52,7 +52,7 @@ class FinishedRun:
             )
 
     def check_hyperparameters(self, given: Hyperparameters) -> None:
-        """Raise UserError if a field of ``given`` differs from the default and from the run's value."""
+        """Raise UserError if a field that ``given`` sets (to another value than the default) differs from the run's."""
         for name, value in json.loads(given.json()).items():
             if (trained := getattr(self.hp, name)) != value:
                 raise UserError(
@@ -61,9 +61,9 @@ class FinishedRun:
                 )
 
     def check_data(self, description: Path) -> None:
-        """Raise UserError unless today's data have the digest of the run's data.
+        """Raise UserError unless a prepared data set has the digest of the run's data.
 
-        ``description`` is the path of a prepared data set's dataset.json.
+        ``description`` is the path of the data set's dataset.json.
         """
         today = str(json.loads(description.read_bytes())["digest"])
         if today != self.data:
@@ -86,9 +86,9 @@ class FinishedRun:
 
 
 def read_run_file(run: str, name: str, read: Any) -> Any:
-    """Return ``read(address)`` for the file ``name`` of a run, with retries.
+    """Return ``read(address)`` for the file ``name`` in the run's folder at ``run``, called with retries.
 
-    Raises UserError if the file is missing or cannot be read. ``run`` is the address of the run's folder.
+    Raises UserError if the file is missing or cannot be read.
     """
     try:
         return storage.call_with_retries(storage.join_address(run, name), read)

@@ -9,7 +9,7 @@ from functools import partial
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.text.formatting import format_count, format_measure, name_measure
-from flyte_ddp.release.promotion import find_champion, read_stored_sidecar, read_verdict
+from flyte_ddp.release.promotion import read_stored_sidecar, read_verdict, require_champion
 from flyte_ddp.release.registry import (
     READERS,
     ROLLBACK,
@@ -28,16 +28,17 @@ LOG_COLUMNS = ("entry", "action", "time (UTC)", "champion", "score", "by whom an
 
 
 def describe_models(address: str) -> list[str]:
-    """Return a table of all models with their champions, as lines. A model that cannot be read has an error in its row.
+    """Return the lines of a table of all models with their champions.
 
-    Raises UserError if the registry has no models, or the models cannot be listed.
+    If a model cannot be read, its row has the error. Raises UserError if the registry has no models, or the models
+    cannot be listed.
     """
     with ThreadPoolExecutor(READERS) as pool:
-        rows = [*pool.map(partial(describe_model, address), list_models(address))]
+        rows = [*pool.map(partial(make_model_row, address), list_models(address))]
     return [f"registry {address}", "", *format_table(("model", "champion", "score", "since (UTC)", "versions"), rows)]
 
 
-def describe_model(address: str, name: str) -> tuple[str, ...]:
+def make_model_row(address: str, name: str) -> tuple[str, ...]:
     """Return a model's row of the table: name, champion, score, time of the promotion, and number of versions.
 
     If the model cannot be read, the last cell is the error.
@@ -59,7 +60,7 @@ def describe_version(registry: Registry, version: str = "") -> list[str]:
     ``version`` is a version's name, or at least the first 12 digits. The default is the champion. Raises UserError if
     the version does not exist, or a file of the registry is missing or was altered.
     """
-    name = registry.complete_version(version) if version else find_champion(registry).version
+    name = registry.complete_version_name(version) if version else require_champion(registry).version
     history = registry.read_log()
     entries = [entry for entry in history if entry.version == name]
     found = registry.read_version(name, entries[-1].manifest if entries else "")
@@ -69,16 +70,16 @@ def describe_version(registry: Registry, version: str = "") -> list[str]:
         ("version", f"{name} of {registry.name}"),
         ("state", describe_state(name, history, verdict)),
         *(("log", describe_entry(entry, history)) for entry in entries),
-        *describe_verdict(verdict),
+        *list_verdict_facts(verdict),
         ("measures", ", ".join(f"{name_measure(key)} {format_measure(key, value)}" for key, value in measures.items())),
         ("trained on", f"{trained.get('dataset', NONE)}, data {(sidecar.digests.data or NONE)[:DIGITS]}"),
         ("with", ", ".join(f"{key}={value}" for key, value in trained.items() if value != defaults.get(key))),
         ("releases", ", ".join(f"{key} {value}" for key, value in sidecar.versions.items())),
-        ("folder", registry.at(found.folder)),
+        ("folder", registry.address_of(found.folder)),
     ]
     lines = [*format_table((), [fact for fact in facts if fact[1]])]
     if verdict is not None and verdict.checks:
-        lines += ["", *format_table(("check", "", "value"), [describe_check(check) for check in verdict.checks])]
+        lines += ["", *format_table(("check", "", "value"), [make_check_row(check) for check in verdict.checks])]
     return [*lines, "", *format_table(("file", "SHA-256"), [*found.files.items()])]
 
 
@@ -89,8 +90,8 @@ def describe_history(registry: Registry) -> list[str]:
     """
     names, history = registry.list_versions(), registry.read_log()
     with ThreadPoolExecutor(READERS) as pool:
-        log = [*pool.map(partial(describe_log_entry, registry, history), history)]
-        stored = sorted(pool.map(partial(describe_stored_version, registry, history), names))
+        log = [*pool.map(partial(make_log_row, registry, history), history)]
+        stored = sorted(pool.map(partial(make_version_row, registry, history), names))
     return [
         f"{registry.name} in registry {registry.address}",
         "",
@@ -100,8 +101,8 @@ def describe_history(registry: Registry) -> list[str]:
     ]
 
 
-def describe_log_entry(registry: Registry, history: list[Entry], entry: Entry) -> tuple[str, ...]:
-    """Return the row of an entry, without a score if the version's verdict cannot be read.
+def make_log_row(registry: Registry, history: list[Entry], entry: Entry) -> tuple[str, ...]:
+    """Return the row of the log's entry. If the version's verdict cannot be read, the score is "-".
 
     ``history`` is the whole log.
     """
@@ -109,13 +110,13 @@ def describe_log_entry(registry: Registry, history: list[Entry], entry: Entry) -
     with suppress(UserError):
         verdict = read_verdict(registry, registry.read_version(entry.version, entry.manifest))
     shown = f"{entry.number}", entry.action, format_time(entry.time), entry.version[:DIGITS], format_score(verdict)
-    return *shown, describe_reason(entry, history)
+    return *shown, describe_author_and_reason(entry, history)
 
 
-def describe_stored_version(registry: Registry, history: list[Entry], name: str) -> tuple[str, tuple[str, ...]]:
-    """Return the time of a version's judgement, and the version's row. ``history`` is the whole log.
+def make_version_row(registry: Registry, history: list[Entry], name: str) -> tuple[str, tuple[str, ...]]:
+    """Return the time at which a version was judged, and the version's row. ``history`` is the whole log.
 
-    If the version has no verdict, the time is "-". If a file cannot be read, the row also shows the error.
+    If the version has no verdict, the time is "-". If a file cannot be read, the last cell is the error.
     """
     try:
         verdict = read_verdict(registry, registry.read_version(name))
@@ -129,9 +130,8 @@ def describe_stored_version(registry: Registry, history: list[Entry], name: str)
 def describe_state(name: str, history: list[Entry], verdict: Verdict | None) -> str:
     """Return a version's state as text, such as "champion" or "former champion (entry 3)".
 
-    The text is "rolled back", with author and reason, after a rollback. For a version that was never a champion, the
-    text is "kept back", "no comparison" or "not promoted" with the verdict's outcome. Without a verdict the text is
-    "never promoted".
+    After a rollback, the text has author and reason. For a version that was never the champion, the text is the
+    verdict's decision and outcome, or "never promoted" without a verdict.
     """
     _, taken_back = replay_promotions(history)
     if history and history[-1].version == name:
@@ -147,10 +147,11 @@ def describe_state(name: str, history: list[Entry], verdict: Verdict | None) -> 
 
 
 def describe_entry(entry: Entry, history: list[Entry]) -> str:
-    return f"entry {entry.number}, {entry.action}, {format_time(entry.time)} UTC, {describe_reason(entry, history)}"
+    why = describe_author_and_reason(entry, history)
+    return f"entry {entry.number}, {entry.action}, {format_time(entry.time)} UTC, {why}"
 
 
-def describe_reason(entry: Entry, history: list[Entry]) -> str:
+def describe_author_and_reason(entry: Entry, history: list[Entry]) -> str:
     """Return author and reason of an entry as text. For a rollback, the text also names the version rolled back.
 
     ``history`` is the whole log.
@@ -159,7 +160,7 @@ def describe_reason(entry: Entry, history: list[Entry]) -> str:
     return f"{entry.by}{undone}: {entry.reason}"
 
 
-def describe_verdict(verdict: Verdict | None) -> Iterable[tuple[str, str]]:
+def list_verdict_facts(verdict: Verdict | None) -> Iterable[tuple[str, str]]:
     """Yield the facts of a verdict as pairs of name and text, or nothing if the verdict is None."""
     if verdict is None:
         return
@@ -174,15 +175,18 @@ def describe_verdict(verdict: Verdict | None) -> Iterable[tuple[str, str]]:
     yield "score", score
 
 
-def describe_check(check: Check) -> tuple[str, str, str]:
-    """Return the row of a Check: name, "passes", "fails" or "" without a rule, and value with rule and reason."""
+def make_check_row(check: Check) -> tuple[str, str, str]:
+    """Return the row of a Check: the name, the result, and the value with rule and reason.
+
+    The result is "passes" or "fails", or "" for a passed Check without a rule.
+    """
     result = ("passes" if check.passed else "fails") if check.rule or not check.passed else ""
     limit = f" (must be: {check.rule})" if check.rule else ""
     return check.name, result, f"{check.shown}{limit}{'' if check.passed else f': {check.reason}'}"
 
 
 def format_score(verdict: Verdict | None) -> str:
-    """Return name and value of the challenger's main measure as text, or "-" if nothing was evaluated."""
+    """Return a verdict's main measure of the challenger as text, or "-" if nothing was evaluated."""
     if verdict is None or not verdict.samples:
         return NONE
     return f"{name_measure(verdict.measure)} {format_measure(verdict.measure, verdict.challenger_score)}"

@@ -18,17 +18,17 @@ from flyte_ddp.objectives.classification import count_confusions
 from flyte_ddp.predict.predict import restore_images
 from flyte_ddp.predict.prediction_batches import read_test_batches
 from flyte_ddp.release.evaluation import Evaluation
-from flyte_ddp.release.judge import Judgement
+from flyte_ddp.release.judgement import Judgement
 from flyte_ddp.report.figures import Picture, draw_confusions, draw_curves
 from flyte_ddp.report.page import render_template, write_html
 
 PICTURED = 12  # samples of each kind
 
 
-def write_page(judgement: Judgement, name: str, path: Path) -> Path:
-    """Write a judgement's HTML page, replacing an existing file, and return the path.
+def write_verdict_page(judgement: Judgement, name: str, path: Path) -> Path:
+    """Write the HTML page of a judgement, replacing an existing file, and return the path.
 
-    ``name`` is the model's name. Reads pictures from the test split, perhaps over the network.
+    ``name`` is the model's name. Reads samples of the test split, perhaps over the network.
     """
     evaluations, verdict = {"Challenger": judgement.challenger, "Champion": judgement.champion}, judgement.verdict
     models = {title: model for title, model in evaluations.items() if model is not None}
@@ -38,7 +38,7 @@ def write_page(judgement: Judgement, name: str, path: Path) -> Path:
         verdict=verdict,
         measure=name_measure(verdict.measure),
         models={title: format_measure(verdict.measure, model.score) for title, model in models.items()},
-        notes=[f"{title}: {text}" for title, model in models.items() for text in describe_decisions(model)],
+        notes=[f"{title}: {text}" for title, model in models.items() for text in describe_classifier(model)],
         confusions={
             title: draw_confusions(
                 count_confusions(*(model.columns[key].long().numpy() for key in ("truth", "prediction"))),
@@ -47,17 +47,17 @@ def write_page(judgement: Judgement, name: str, path: Path) -> Path:
             for title, model in models.items()
             if model.classifies
         },
-        parts_of_split=judgement.parts,
-        pictured=picture_differences(judgement),
+        parts_of_split=judgement.part_checks,
+        pictured=show_disagreements(judgement),
         describe_reason=describe_reason,
-        dataset=judgement.split.name,
-        curves=[*draw_deciding_curves(models, judgement.model.classes)],
+        dataset=judgement.data.name,
+        curves=[*draw_ranking_curves(models, judgement.model.classes)],
     )
     return write_html(path, page)
 
 
-def describe_decisions(model: Evaluation) -> Iterator[str]:
-    """Yield sentences about a classifier's threshold, and about predictions that all name the same class.
+def describe_classifier(model: Evaluation) -> Iterator[str]:
+    """Yield a sentence about a classifier's threshold, and a sentence if all predictions are the same class.
 
     Yields nothing if the model is not a classifier.
     """
@@ -71,11 +71,11 @@ def describe_decisions(model: Evaluation) -> Iterator[str]:
         yield single
 
 
-def draw_deciding_curves(models: Mapping[str, Evaluation], labels: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield name and SVG of each label's ROC or precision-recall chart, with a curve for each model.
+def draw_ranking_curves(models: Mapping[str, Evaluation], labels: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the name and the SVG of each label's ROC or precision-recall chart, with a curve for each model.
 
-    ``models`` are evaluations by title, and ``labels`` the names of the labels. A model with outputs that are not
-    finite has no curve. Yields nothing unless the main measure is AUROC or average precision.
+    Yields nothing unless the main measure is AUROC or average precision. A model with NaN or infinite outputs has no
+    curve. ``models`` are evaluations by title, and ``labels`` are the names of the labels.
     """
     measure = next((model.objective.main_measure for model in models.values()), "")
     place = {"auroc": 0, "average_precision": 1}.get(measure)  # in a label's pair of curves
@@ -98,11 +98,12 @@ def describe_reason(reason: str) -> str:
     return format_sentence(re.sub(r"^([^:;]+?) (better|worse) by ", r"its \1 is \2 by ", reason))
 
 
-def picture_differences(judgement: Judgement) -> dict[tuple[str, str], list[Picture]]:
-    """Return the first PICTURED (12) samples that only one of the two models predicts correctly.
+def show_disagreements(judgement: Judgement) -> dict[tuple[str, str], list[Picture]]:
+    """Return the first PICTURED (12) samples that only the challenger, or only the champion, classifies correctly.
 
-    Keys are ("challenger", "champion") if the challenger is right, and the reverse if the champion is right. A key
-    without samples is missing. Returns {} unless both models classify. Reads the test split, perhaps over the network.
+    The key ("challenger", "champion") has the samples of the challenger, and ("champion", "challenger") the samples of
+    the champion. A key without samples is missing. Returns {} unless both models classify. Reads the test split,
+    perhaps over the network.
     """
     mine, theirs, names = judgement.challenger, judgement.champion, judgement.model.classes
     found = dict[tuple[str, str], list[Picture]]()
@@ -128,14 +129,16 @@ def picture_differences(judgement: Judgement) -> dict[tuple[str, str], list[Pict
 def read_test_samples(
     judgement: Judgement, wanted: Collection[int]
 ) -> dict[int, tuple[NDArray[np.uint8] | None, dict[str, str]]]:
-    """Read the test split, and return image and input texts of the samples at the ``wanted`` positions, by position.
+    """Read the test split up to the last of the ``wanted`` positions, and return the wanted samples by position.
 
-    Positions count the samples of the test split that can be decoded. An image is uint8 [H, W, C], without input texts.
-    Other samples have None in place of an image, and input texts by column. Reads up to the last wanted position.
+    A position counts the samples that can be decoded.
+
+    Returns:
+        For an image, the pixels uint8 [H, W, C] and {}. For other samples, None and the inputs as texts by column.
     """
     model, found, start = judgement.model, dict[int, tuple[NDArray[np.uint8] | None, dict[str, str]]](), 0
     columns = model.sidecar.preprocessing.get("columns", {})
-    with closing(read_test_batches(model, judgement.split)) as batches:
+    with closing(read_test_batches(model, judgement.data)) as batches:
         for batch in batches:
             if start > max(wanted, default=-1):
                 break

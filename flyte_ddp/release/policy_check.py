@@ -7,7 +7,7 @@ from flyte_ddp.core.user_code.callables import load_callable
 from flyte_ddp.datasets.prepared import resolve_class_names
 from flyte_ddp.objectives import Facts, make_objective
 from flyte_ddp.release.policy import Policy
-from flyte_ddp.release.scores import check_number_of_calls, needs_calls
+from flyte_ddp.release.scores import check_number_of_calls, needs_call_per_sample
 from flyte_ddp.release.slices import group_by_slice, read_slices
 from flyte_ddp.validation.profile import DataProfile
 
@@ -39,5 +39,5 @@ def check_policy(policy: Policy, hp: Hyperparameters, profile: DataProfile, test
     classes = resolve_class_names(profile.classes, hp, may_be_empty=True)
     facts = Facts(classes, tuple(profile.target_shape), select_by=hp.select_by)
     objective = make_objective(hp.objective, facts, hp.parse_options().get("objective", {}))
-    if needs_calls(objective):
+    if needs_call_per_sample(objective):
         check_number_of_calls(samples)

@@ -23,7 +23,7 @@ from flyte_ddp.release.registry import (
     damaged_file_error,
     replay_promotions,
 )
-from flyte_ddp.release.task import Task, has_same_fit
+from flyte_ddp.release.task import Task, has_same_preprocessing
 from flyte_ddp.release.verdict import Released, Verdict
 from flyte_ddp.validation.profile import DataProfile
 
@@ -34,16 +34,19 @@ PROFILE, REFERENCE, VERDICT = "data_profile.json", "reference.npz", "verdict.jso
 
 
 def store_version(
-    registry: Registry, weights: Path, sidecar: Path, verdict: Verdict, beside: Mapping[str, Path | bytes]
+    registry: Registry, weights: Path, sidecar: Path, verdict: Verdict, further_files: Mapping[str, Path | bytes]
 ) -> Version:
     """Upload a judged model with its verdict, and return the stored version. Does not promote the version.
 
-    If the weights are stored already, a promoting verdict writes a new revision. Any other verdict then writes nothing,
-    and the newest revision is returned.
+    If the registry already has the weights, a promoting verdict writes a new revision. Any other verdict then writes
+    nothing, and the newest revision is returned.
 
     Args:
+        registry: The registry of the model.
+        weights: The model's ``model.pt``.
+        sidecar: The model's ``model.json``.
         verdict: The verdict on this model.
-        beside: Contents or paths of further files, by name.
+        further_files: Contents or paths of more files to store, by name.
 
     Raises:
         UserError: The verdict is about another model, or the weights are stored with another name, threshold, task or
@@ -60,7 +63,7 @@ def store_version(
             "threshold": new.threshold != old.threshold,
             **dict.fromkeys(Task.from_sidecar(new).list_changes(Task.from_sidecar(old)), True),
             "positive class": False,
-            "preprocessing": not has_same_fit(new, old),
+            "preprocessing": not has_same_preprocessing(new, old),
         }
         if changed := [name for name, is_changed in differs.items() if is_changed]:
             raise UserError(
@@ -69,16 +72,16 @@ def store_version(
             )
         if not verdict.promotes:
             return stored
-    files = {VERDICT: verdict.to_json(indent=1).encode() + b"\n", WEIGHTS: weights, SIDECAR: sidecar, **beside}
+    files = {VERDICT: verdict.to_json(indent=1).encode() + b"\n", WEIGHTS: weights, SIDECAR: sidecar, **further_files}
     return registry.write_version(files)
 
 
 def apply_verdict(registry: Registry, version: Version, verdict: Verdict, *, by: str) -> Released:
     """Make a stored version the champion if its verdict promotes, and return version, champion and outcome.
 
-    If another writer has appended an entry to the log since the judgement, the version is not promoted. The outcome
-    then names the entry. ``by`` is the Flyte execution or user. If the log's next entry already promotes this version
-    by the same ``by``, an earlier try wrote the entry, and the entry counts.
+    Appends an entry to the log. If another writer has appended an entry since the judgement, the version is not
+    promoted, and the outcome names this entry. If an earlier call by the same ``by`` (the Flyte execution or user) has
+    promoted the version, returns the earlier outcome.
     """
     if not verdict.promotes:
         champion = registry.read_champion()
@@ -97,21 +100,24 @@ def apply_verdict(registry: Registry, version: Version, verdict: Verdict, *, by:
     return Released(version.name, registry.read_log()[-1].version, f"not promoted: {LostError(winner).message}")
 
 
-def promote_version(registry: Registry, version: str, reason: str, *, by: str, once: bool = False) -> Entry:
+def promote_version(registry: Registry, version: str, reason: str, *, by: str, idempotent: bool = False) -> Entry:
     """Make a version the champion by a person's decision, and return the new log entry.
 
-    Verifies all files of the version. The version also becomes the best version.
+    Reads and verifies all files of the version. Appends an entry to the log. The version also becomes the best version.
 
     Args:
+        registry: The registry of the model.
         version: The version's name, or at least the first 12 digits.
+        reason: The reason, a text for people.
         by: The Flyte execution or user.
-        once: Whether to return the first promotion of the version by ``by``, if the log has one.
+        idempotent: Whether a repeated call by the same ``by`` returns the first promotion of the version, and changes
+            nothing.
 
     Raises:
         UserError: The version is missing or is the champion, the reason is blank, or another entry was written first.
     """
-    version, history = registry.complete_version(version), registry.read_log()
-    if once and (earlier := find_earlier_try(history, by, PROMOTE, version)):
+    version, history = registry.complete_version_name(version), registry.read_log()
+    if idempotent and (earlier := find_earlier_try(history, by, PROMOTE, version)):
         return earlier
     found, before = registry.read_version(version), history[-1] if history else None
     if before is not None and before.version == version:
@@ -120,22 +126,27 @@ def promote_version(registry: Registry, version: str, reason: str, *, by: str, o
     return append_to_log(registry, history, found, action=PROMOTE, best=version, reason=reason, by=by)
 
 
-def roll_back_champion(registry: Registry, reason: str, *, by: str, once: bool = False) -> Entry:
+def roll_back_champion(registry: Registry, reason: str, *, by: str, idempotent: bool = False) -> Entry:
     """Make the previous champion the champion again, and return the new log entry.
 
-    The previous champion is the version of the last promotion but one that no rollback has undone. Verifies all files
-    of the version. ``by`` is the Flyte execution or user. With ``once``, returns the first rollback by ``by``, if the
-    log has one.
+    The previous champion is the version of the last promotion but one that no rollback has undone. Reads and verifies
+    all files of the version. Appends an entry to the log.
+
+    Args:
+        registry: The registry of the model.
+        reason: The reason, a text for people.
+        by: The Flyte execution or user.
+        idempotent: Whether a repeated call by the same ``by`` returns the first rollback, and changes nothing.
 
     Raises:
         UserError: No previous champion exists, the reason is blank, or another entry was written first.
     """
     history = registry.read_log()
-    if once and (earlier := find_earlier_try(history, by, ROLLBACK)):
+    if idempotent and (earlier := find_earlier_try(history, by, ROLLBACK)):
         return earlier
     standing, _ = replay_promotions(history)
     if len(standing) < 2:
-        registry.require_model()
+        registry.check_model_exists()
         raise UserError(f"model {registry.name!r}: has no previous champion; nothing was changed")
     target = standing[-2]
     version = registry.read_version(target.version, target.manifest)
@@ -155,26 +166,26 @@ def find_earlier_try(log: list[Entry], by: str, action: str, version: str = "") 
 def download_version(registry: Registry, version: str, folder: Path, manifest: str = "") -> tuple[Path, Path]:
     """Download a version's model.pt and model.json into a folder, and return both paths. Replaces existing files.
 
-    ``manifest`` selects a revision by the SHA-256 of its manifest. The default is the newest revision.
+    ``manifest`` is the SHA-256 of a revision's manifest. The default is the newest revision.
     """
     found = registry.read_version(version, manifest)
     return registry.download_file(found, WEIGHTS, folder), registry.download_file(found, SIDECAR, folder)
 
 
 def download_champion(registry: Registry, folder: Path) -> tuple[Path, Path]:
-    """Download model.pt and model.json of the champion into an existing folder, and return both paths.
+    """Download the champion's model.pt and model.json into an existing folder, and return both paths.
 
-    Raises UserError if the model has no champion.
+    Replaces existing files. Raises UserError if the model has no champion.
     """
-    entry = find_champion(registry)
+    entry = require_champion(registry)
     return download_version(registry, entry.version, folder, entry.manifest)
 
 
-def find_champion(registry: Registry) -> Entry:
+def require_champion(registry: Registry) -> Entry:
     """Return the log's entry that names the champion. Raises UserError if the model has no champion."""
     entry = registry.read_champion()
     if entry is None:
-        registry.require_model()
+        registry.check_model_exists()
         raise UserError(f"registry {registry.address!r}: {registry.name} has no champion; promote a version first")
     return entry
 
@@ -184,7 +195,7 @@ def read_stored_sidecar(registry: Registry, version: Version) -> Sidecar:
 
 
 def read_verdict(registry: Registry, version: Version) -> Verdict | None:
-    """Return the verdict that is stored with a version, or None if the version stores no verdict.
+    """Return the verdict that is stored with a version, or None if the version was stored without a verdict.
 
     Raises UserError if the file is missing, damaged or was altered.
     """
@@ -198,7 +209,7 @@ def read_verdict(registry: Registry, version: Version) -> Verdict | None:
 
 
 def read_data_profile(registry: Registry, entry: Entry) -> DataProfile | None:
-    """Return the profile of an entry's training data, or None if the version stores no profile.
+    """Return the profile of an entry's training data, or None if the version has no profile.
 
     Raises UserError if another release of the library wrote the profile.
     """

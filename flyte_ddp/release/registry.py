@@ -106,7 +106,7 @@ def check_registry_address(address: str) -> None:
 
 
 @contextmanager
-def explain_failures(address: str, problem: str) -> Iterator[None]:
+def translate_storage_errors(address: str, problem: str) -> Iterator[None]:
     """Turn an UnavailableError of the block into a UserError with the registry's ``address`` and the ``problem``.
 
     The error is an UnreachableError if a retry may succeed.
@@ -118,10 +118,10 @@ def explain_failures(address: str, problem: str) -> Iterator[None]:
         raise failure.to_user_error(f"registry {address!r}: {said}") from None
 
 
-def list_folder(folder: str, list_names: Callable[[str], list[Value]]) -> list[Value]:
-    """Return ``list_names(folder)``, with retries. If a local folder is missing, returns [].
+def list_or_empty(folder: str, list_names: Callable[[str], list[Value]]) -> list[Value]:
+    """Return ``list_names(folder)``, called with retries, or [] if the local folder is missing.
 
-    If a bucket is missing, raises MissingError.
+    Raises MissingError if the bucket is missing.
     """
     try:
         return storage.call_with_retries(folder, list_names)
@@ -138,8 +138,8 @@ def list_models(address: str) -> list[str]:
         UserError: The address is invalid, the models cannot be listed, or the registry has no models.
     """
     check_registry_address(address)
-    with explain_failures(address, "its models cannot be listed"):
-        names = [name for name in list_folder(address, storage.list_folders) if NAME.fullmatch(name)]
+    with translate_storage_errors(address, "its models cannot be listed"):
+        names = [name for name in list_or_empty(address, storage.list_folders) if NAME.fullmatch(name)]
     if not names:
         raise UserError(f"registry {address!r}: has no models; release a model, or give another address")
     return names
@@ -170,26 +170,26 @@ class Registry:
         check_registry_address(address)
         self.address, self.name = address, name
 
-    def at(self, *parts: str) -> str:
-        """Return the address of a file or folder of this model. ``parts`` are the names of the path."""
+    def address_of(self, *parts: str) -> str:
+        """Return the address of a file or folder of this model. ``parts`` are the names of the path below the model."""
         return storage.join_address(self.address, "/".join((self.name, *parts)))
 
     def entry_address(self, number: int) -> str:
-        return self.at("log", f"{number:08}.json")
+        return self.address_of("log", f"{number:08}.json")
 
-    def explain_failures(self, action: str) -> AbstractContextManager[None]:
+    def translate_storage_errors(self, action: str) -> AbstractContextManager[None]:
         """Turn an UnavailableError of the block into a UserError.
 
-        The text says that the model cannot be ``action``, such as "read" or "listed".
+        The message says that the model cannot be ``action``: "read", "listed" or "written".
         """
-        return explain_failures(self.address, f"{self.name} cannot be {action}")
+        return translate_storage_errors(self.address, f"{self.name} cannot be {action}")
 
-    def read_file(self, address: str, read: Callable[[str], Value]) -> Value | None:
-        """Return ``read(address)``, with retries, or None if the file is missing.
+    def read_if_exists(self, address: str, read: Callable[[str], Value]) -> Value | None:
+        """Return ``read(address)``, called with retries, or None if the file does not exist.
 
         Raises UserError if the file cannot be read.
         """
-        with self.explain_failures("read"):
+        with self.translate_storage_errors("read"):
             try:
                 return storage.call_with_retries(address, read)
             except storage.MissingError:
@@ -200,10 +200,10 @@ class Registry:
 
         Skips hidden local files.
         """
-        with self.explain_failures("listed"):
-            return [entry.name for entry in list_folder(folder, lambda of: [*storage.list_files(of)])]
+        with self.translate_storage_errors("listed"):
+            return [entry.name for entry in list_or_empty(folder, lambda of: [*storage.list_files(of)])]
 
-    def require_model(self) -> None:
+    def check_model_exists(self) -> None:
         """Raise UserError if the registry does not have this model. The error lists the registry's models."""
         if self.name not in (names := list_models(self.address)):
             error = unknown_name_error("model", self.name, names, "the list of `python -m flyte_ddp.release list`")
@@ -214,18 +214,20 @@ class Registry:
 
         Raises UserError if the model has no versions.
         """
-        with self.explain_failures("listed"):
-            names = list_folder(self.at("versions"), storage.list_folders)
+        with self.translate_storage_errors("listed"):
+            names = list_or_empty(self.address_of("versions"), storage.list_folders)
         if not names:
-            self.require_model()
+            self.check_model_exists()
             raise UserError(f"registry {self.address!r}: {self.name} has no versions; release a model first")
         return names
 
-    def complete_version(self, version: str) -> str:
-        """Return the name of the version that begins with ``version``, at least 12 hexadecimal digits.
+    def complete_version_name(self, version: str) -> str:
+        """Return the whole name of the version that begins with the digits ``version``.
 
-        The digits may be in upper case and between blanks. Raises UserError with the list of versions unless exactly
-        one version matches.
+        At least 12 hexadecimal digits are needed. Upper case and blanks around the digits are accepted.
+
+        Raises:
+            UserError: No version or several versions match. The message lists the versions.
         """
         names, digits = self.list_versions(), version.strip().lower()
         listed = f"{self.name} has {join_first((name[:12] for name in names), MOST)}"
@@ -240,17 +242,18 @@ class Registry:
         return found[0]
 
     def create_file(self, address: str, content: bytes | Path) -> bool:
-        """Write a file unless the address has one, and return whether the address has this content now.
+        """Write a file unless the address has a file, and return whether the address has this content afterwards.
 
-        ``content`` is the content, or the path of a file. Returns False if the address has another content. An equal
-        content counts as written by an earlier try, so rivals must write different contents.
+        ``content`` is the content, or the path of a file to copy. An existing file with the same content counts as
+        written by an earlier try of this process. Two writers that compete for an address must therefore write
+        different contents.
         """
-        with self.explain_failures("written"):
+        with self.translate_storage_errors("written"):
             try:
                 storage.call_with_retries(address, lambda to: storage.create_file(to, content))
             except storage.ExistsError:
                 # An earlier try may have written the file and lost the response. Rivals must write other contents.
-                return self.read_file(address, storage.hash_file) == content_digest(content)
+                return self.read_if_exists(address, storage.hash_file) == content_digest(content)
         return True
 
     def check_storage_never_overwrites(self) -> None:
@@ -268,7 +271,7 @@ class Registry:
     def read_champion(self) -> Entry | None:
         """Return the last entry of the log, which names the champion, or None if nothing was promoted.
 
-        Older entries may be missing. Raises UserError if the last entry does not follow the existing entries.
+        Older entries may be missing. Raises UserError if the digests in the entries show that an entry was altered.
         """
         numbers = self.list_entry_numbers()
         if not numbers:
@@ -289,7 +292,7 @@ class Registry:
         """Return all entries of the log, oldest first.
 
         Raises:
-            UserError: An entry before the last entry, or up to ``at_least``, is missing, or an entry was altered.
+            UserError: An entry was altered, or is missing. Entries up to the number ``at_least`` must exist.
         """
         numbers = self.list_entry_numbers()
         present = {*numbers}
@@ -314,12 +317,13 @@ class Registry:
         return UserError(f"{self.entry_address(entry.number)} {rule}; restore them, or delete a stray copy")
 
     def list_entry_numbers(self) -> list[int]:
-        return [int(name.removesuffix(".json")) for name in self.list_files(self.at("log")) if ENTRY.fullmatch(name)]
+        names = self.list_files(self.address_of("log"))
+        return [int(name.removesuffix(".json")) for name in names if ENTRY.fullmatch(name)]
 
     def read_entry(self, number: int) -> Entry:
         """Return the log's entry with this number. Raises UserError if the entry is missing or damaged."""
         address = self.entry_address(number)
-        if (content := self.read_file(address, storage.read_file)) is None:
+        if (content := self.read_if_exists(address, storage.read_file)) is None:
             raise UserError(f"{address} is missing; restore it, as no entry may be deleted")
         with suppress(ValueError):
             entry = Entry.from_file(content)
@@ -328,7 +332,9 @@ class Registry:
         raise UserError(f"{address} is damaged; restore it, as no entry of the log may be altered")
 
     def append_entry(self, before: Entry | None, *, by: str, reason: str, **values: str) -> Entry:
-        """Write the log entry after ``before``, and return the new entry. First tests the storage with a small file.
+        """Append an entry to the log after the entry ``before``, and return the new entry.
+
+        First writes a small file, to test that the storage never overwrites files.
 
         Args:
             before: The last entry of the log, or None for an empty log.
@@ -358,12 +364,14 @@ class Registry:
             raise LostError(self.read_entry(number))
         return Entry.from_file(content)
 
-    def claim_look(self, test_digest: str, challenger: str, champion: str, rule: str) -> int:
-        """Register a comparison of two models on a test split, and return the number of the look, from 1.
+    def register_look(self, test_digest: str, challenger: str, champion: str, rule: str) -> int:
+        """Record that two models are compared on a test split, and return the number of this look at the split.
 
-        If the same models were compared on the split by the same rule before, returns the earlier number.
+        Looks are numbered from 1. If the same models were compared on the split by the same rule before, returns the
+        earlier number. Writes two small files.
 
         Args:
+            test_digest: The digest of the test split.
             challenger: The SHA-256 of the challenger's weights.
             champion: The SHA-256 of the champion's weights, or "none".
             rule: The rule of the comparison with its numbers, as text.
@@ -371,10 +379,10 @@ class Registry:
         Raises:
             UserError: The record of the earlier comparison is damaged.
         """
-        folder = self.at("judgements", test_digest)
+        folder = self.address_of("judgements", test_digest)
         compared = {"challenger": challenger, "champion": champion, "rule": rule}
         pair = storage.join_address(folder, f"pairs/{content_digest(json.dumps(compared).encode())}.json")
-        if (content := self.read_file(pair, storage.read_file)) is not None:
+        if (content := self.read_if_exists(pair, storage.read_file)) is not None:
             try:
                 return int(json.loads(content)["look"])
             except DAMAGED:
@@ -392,35 +400,38 @@ class Registry:
         return number
 
     def write_version(self, files: Mapping[str, Path | bytes]) -> Version:
-        """Upload the missing files of a version, the manifest last, and return the version. Replaces no file.
+        """Upload the missing files of a version, and return the version. Replaces no file.
 
-        ``files`` are contents or paths by name, with the weights and the sidecar. If the weights are stored with other
-        files, the new files become a revision without the weights. The first file, such as the verdict, must differ
-        between judgements. The upload into another judgement's folder then fails at this file, and the next folder is
-        tried.
+        If the registry has the same weights with other files, the new files become a new revision. The manifest is
+        written last, and makes the version complete.
 
-        Raises UserError if the stored weights are damaged.
+        Args:
+            files: Contents or paths by name, with the weights and the sidecar. The first file must differ between
+                judgements, as verdicts do, because the first file decides whether a revision is another judgement's.
+
+        Raises:
+            UserError: The stored weights are damaged.
         """
         digests = {file: content_digest(content) for file, content in files.items()}
         manifest = json.dumps({"files": dict(sorted(digests.items()))}, indent=1).encode() + b"\n"
         name, number = digests[WEIGHTS], 1
         folder = revision_folder(name, number)
-        weights = self.at(folder, WEIGHTS)
+        weights = self.address_of(folder, WEIGHTS)
         if not self.create_file(weights, files[WEIGHTS]):
             raise damaged_file_error(weights)
         others = {file: content for file, content in files.items() if file != WEIGHTS} | {MANIFEST: manifest}
-        while not all(self.create_file(self.at(folder, file), content) for file, content in others.items()):
+        while not all(self.create_file(self.address_of(folder, file), content) for file, content in others.items()):
             number += 1
             folder = revision_folder(name, number)
         return Version(name, folder, content_digest(manifest), digests)
 
     def file_address(self, version: Version, file: str) -> str:
-        return self.at(revision_folder(version.name, 1) if file == WEIGHTS else version.folder, file)
+        return self.address_of(revision_folder(version.name, 1) if file == WEIGHTS else version.folder, file)
 
     def read_version(self, name: str, manifest: str = "") -> Version:
         """Return the complete version whose weights have the SHA-256 ``name``.
 
-        ``manifest`` selects a revision by the SHA-256 of its manifest. The default is the newest revision.
+        ``manifest`` is the SHA-256 of a revision's manifest. The default is the newest revision.
 
         Raises:
             UserError: No complete version exists, no revision has this manifest, or the manifest is damaged.
@@ -435,22 +446,22 @@ class Registry:
     def find_version(self, name: str, manifest: str = "") -> Version | None:
         """Return the version whose weights have the SHA-256 ``name``, or None if no revision is complete.
 
-        ``manifest`` selects a revision by the SHA-256 of its manifest. The default is the newest revision. Raises
-        UserError if no revision has this manifest, or the manifest is damaged.
+        ``manifest`` is the SHA-256 of a revision's manifest. The default is the newest revision. Raises UserError if no
+        revision has this manifest, or the manifest is damaged.
         """
-        place = self.at("versions", name)
+        place = self.address_of("versions", name)
         manifests = map(LISTED.fullmatch, self.list_files(place))
         numbers = sorted((int(found[1] or 1) for found in manifests if found), reverse=True)
         for number in numbers:
             folder = revision_folder(name, number)
-            content = self.read_file(self.at(folder, MANIFEST), storage.read_file) or b""
+            content = self.read_if_exists(self.address_of(folder, MANIFEST), storage.read_file) or b""
             if manifest in ("", content_digest(content)):
                 try:
                     files = {str(file): str(digest) for file, digest in json.loads(content)["files"].items()}
                 except DAMAGED:
                     files = {}
                 if files.get(WEIGHTS) != name or SIDECAR not in files:
-                    raise damaged_file_error(self.at(folder, MANIFEST))
+                    raise damaged_file_error(self.address_of(folder, MANIFEST))
                 return Version(name, folder, content_digest(content), files)
         if not numbers:
             return None
@@ -460,12 +471,16 @@ class Registry:
         )
 
     def download_file(self, version: Version, file: str, folder: Path) -> Path:
-        """Download a version's file into an existing folder, replacing a file of this name, and return the path.
+        """Download a version's file into an existing folder, and return the path. Replaces a file of this name.
 
         Raises UserError if the file is missing or was altered. An altered file remains in the folder.
         """
         address, path = self.file_address(version, file), folder / file
-        with self.explain_failures("read"), suppress(storage.MissingError), replace_file(path, durable=False) as target:
+        with (
+            self.translate_storage_errors("read"),
+            suppress(storage.MissingError),
+            replace_file(path, durable=False) as target,
+        ):
             storage.call_with_retries(address, partial(storage.download_file, file=target))
         if not path.exists() or file_digest(path) != version.files[file]:
             raise damaged_file_error(address)
@@ -475,24 +490,29 @@ class Registry:
         """Read all files of a version completely. Raises UserError for the first file that is missing or altered."""
         for file, digest in version.files.items():
             address = self.file_address(version, file)
-            if self.read_file(address, storage.hash_file) != digest:
+            if self.read_if_exists(address, storage.hash_file) != digest:
                 raise damaged_file_error(address)
 
     def read_version_file(self, version: Version, file: str) -> bytes:
         """Return the content of a version's file. Raises UserError if the file is missing or altered."""
         address = self.file_address(version, file)
-        content = self.read_file(address, storage.read_file)
+        content = self.read_if_exists(address, storage.read_file)
         if content is None or content_digest(content) != version.files[file]:
             raise damaged_file_error(address)
         return content
 
 
 def replay_promotions(history: list[Entry]) -> tuple[list[Entry], dict[str, Entry]]:
-    """Return the promotions that no rollback has undone, oldest first, and the rollbacks in force.
+    """Return the promotions and rollbacks that are in force after the whole log ``history``, oldest entry first.
 
-    ``history`` is the whole log, oldest entry first. The rollbacks are by the version that was rolled back. If this
-    version becomes the champion again, the rollback is no longer in force. Raises UserError if a rollback has no
-    promotion to undo.
+    A rollback ends when the version that was rolled back becomes the champion again.
+
+    Returns:
+        The promotions that no rollback has undone, oldest first. The rollbacks in force, by the version that was rolled
+        back.
+
+    Raises:
+        UserError: A rollback has no promotion to undo.
     """
     standing, taken_back = list[Entry](), dict[str, Entry]()
     for entry in history:

@@ -1,6 +1,7 @@
 """Identifies the samples that a version was trained and judged on, by numbers that stay the same between releases."""
 
 import io
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,7 @@ class JudgedSamples:
 
     trained: Digests  # [N], validation samples included; empty: not known
     tested: Digests  # [n]; empty: not known
-    answers: Floats  # [n], the result of answer_qualities()
+    answers: Floats  # [n], the result of rate_answers()
 
     def write(self, path: Path) -> None:
         with replace_file(path) as file:
@@ -36,20 +37,20 @@ class JudgedSamples:
             return cls(stored["trained"], stored["tested"], stored["answers"])
 
 
-def answer_qualities(found: Evaluation) -> Floats:
-    """Return a number for the quality of the model's answer on each sample, [n].
+def rate_answers(found: Evaluation) -> Floats:
+    """Return how good the model's answer on each sample is, [n]. Higher numbers are better.
 
-    For classification, a right class is 1 and a wrong class is 0. For other objectives the quality is minus the loss.
-    The numbers depend on the model and the sample alone. Scores may be pseudo-values, which depend on all samples of
-    the split, and are not used here.
+    For classification, a right class is 1 and a wrong class is 0. For other objectives the number is minus the loss.
+    The number depends on the model and the sample alone. The scores of the evaluation may be pseudo-values, which
+    depend on all samples of the split.
     """
     return found.correct.astype(np.float64) if found.classifies else -mean_losses(found.columns).numpy()
 
 
-def match_once(then: Digests, now: Digests) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the places, in ``then`` and in ``now``, of the samples that occur exactly once in both arrays.
+def match_samples(then: Digests, now: Digests) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the positions in ``then``, and the positions in ``now``, of the samples that both arrays have.
 
-    The same place of both results is the same sample.
+    Both results have the same samples in the same order. Samples that occur twice in an array are skipped.
     """
     found = []
     for digests in (then, now):
@@ -60,10 +61,22 @@ def match_once(then: Digests, now: Digests) -> tuple[NDArray[np.int64], NDArray[
     return places[0], places[1]
 
 
-def find_changes(then: Floats, now: Floats) -> Floats:
-    """Return ``now`` minus ``then`` [n], with 0 for changes that rounding may have caused.
+def find_seen_samples(tested: Digests, judged: Iterable[JudgedSamples]) -> NDArray[np.bool_]:
+    """Return for each test sample whether one of the ``judged`` models was trained on the sample, [n].
 
-    Such a change is at most NOISE (1 %) of the value in ``then``, or of the mean absolute value if larger.
+    ``tested`` are the identifying numbers of the test samples, or empty if unknown. A number that a model has among the
+    training and the test samples does not identify a sample. An example is a customer whose last month is in the test.
+    """
+    seen = np.zeros(len(tested), dtype=np.bool_)
+    for each in judged:
+        seen |= np.isin(tested, np.setdiff1d(each.trained, each.tested))
+    return seen
+
+
+def subtract_without_noise(now: Floats, then: Floats) -> Floats:
+    """Return ``now`` minus ``then`` [n], with 0 for differences that rounding may have caused.
+
+    Rounding may change a value by NOISE (1 %) of the value in ``then``, or of the mean absolute value if larger.
     """
     changes = now - then
     size = np.maximum(np.abs(then), np.abs(then).mean())

@@ -36,8 +36,8 @@ FORMULAS: dict[Callable[..., dict[str, float]], tuple[str, ...]] = {
 }
 
 
-def has_own_scores(objective: Objective) -> bool:
-    """Return whether the objective's method ``scores`` gives the scores. Pseudo-values are then not needed.
+def uses_scores_method(objective: Objective) -> bool:
+    """Return whether scores come from the objective's method ``scores``, not from pseudo-values.
 
     True if the method is user-defined, if the main measure is a classification's accuracy, or if the objective has no
     measures but the loss.
@@ -47,28 +47,25 @@ def has_own_scores(objective: Objective) -> bool:
     return not inherited or not objective.measures
 
 
-def has_formula(objective: Objective) -> bool:
+def has_pseudo_value_formula(objective: Objective) -> bool:
     return objective.main_measure in FORMULAS.get(type(objective).measure, ())
 
 
-def needs_calls(objective: Objective) -> bool:
-    """Return whether each sample's score needs a call of the objective's measure.
-
-    Large test splits are then rejected.
-    """
-    return not has_formula(objective) and not has_own_scores(objective)
+def needs_call_per_sample(objective: Objective) -> bool:
+    """Return whether each sample's score needs a call of the objective's measure, which large test splits forbid."""
+    return not has_pseudo_value_formula(objective) and not uses_scores_method(objective)
 
 
 def has_pseudo_values(objective: Objective) -> bool:
     """Return whether scores are pseudo-values of a measure that is not a mean over samples."""
-    return not has_own_scores(objective) and objective.main_measure not in ("rmse", "perplexity")
+    return not uses_scores_method(objective) and objective.main_measure not in ("rmse", "perplexity")
 
 
 def name_scores(objective: Objective) -> str:
-    """Return what the scores are, in words. This is the main measure, or for example "squared error" for RMSE."""
+    """Return the name of the scores: the main measure's name, or "squared error" for RMSE, for example."""
     name = objective.main_measure
-    named = {} if has_own_scores(objective) else {"rmse": "squared error", "perplexity": "loss of a token"}
-    return named.get(name if has_formula(objective) else "", name_measure(name))
+    named = {} if uses_scores_method(objective) else {"rmse": "squared error", "perplexity": "loss of a token"}
+    return named.get(name if has_pseudo_value_formula(objective) else "", name_measure(name))
 
 
 def is_higher_better(objective: Objective) -> bool:
@@ -87,7 +84,7 @@ def score_samples(objective: Objective, columns: Columns) -> Floats:
         UserError: The objective's scores are not a finite number for each sample. A measure without a formula has more
             than MOST_CALLS (20,000) samples.
     """
-    if has_own_scores(objective):
+    if uses_scores_method(objective):
         scores, samples = np.asarray(objective.scores(columns).double().numpy()), len(columns["loss"])
         if scores.shape != (samples,) or not np.isfinite(scores).all():
             raise UserError(
@@ -95,16 +92,16 @@ def score_samples(objective: Objective, columns: Columns) -> Floats:
                 f"are not finite: must be a finite number for each of the {samples} samples; override the method scores"
             )
         return scores
-    if has_formula(objective):
+    if has_pseudo_value_formula(objective):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # for the mean of no values
-            return np.asarray(np.nanmean(score_parts(objective, columns), axis=1))
+            return np.asarray(np.nanmean(pseudo_values_by_formula(objective, columns), axis=1))
     name, sign = objective.main_measure, 1 if is_higher_better(objective) else -1
     return sign * pseudo_values_by_calls(lambda rows: objective.measure(rows)[name], columns)
 
 
-def score_parts(objective: Objective, columns: Columns) -> Floats:
-    """Return the pseudo-values [N, K] of a main measure with a formula, where higher is better.
+def pseudo_values_by_formula(objective: Objective, columns: Columns) -> Floats:
+    """Return the pseudo-values [N, K] of a main measure that has a formula. Higher values are better.
 
     K is the number of labels, of classes for mIoU, or of predicted numbers for RMSE. Otherwise K is 1. A label whose
     measure is undefined has NaN.
@@ -120,10 +117,10 @@ def score_parts(objective: Objective, columns: Columns) -> Floats:
     if name == "miou":
         right, predicted, true = (columns[name].double().numpy() for name in ("correct", "predicted", "true"))
         return pseudo_values_of_ratios(right, predicted + true - right)
-    return score_classes(name, columns) if labels is None else score_binary_labels(name, labels)
+    return pseudo_values_of_classes(name, columns) if labels is None else pseudo_values_of_labels(name, labels)
 
 
-def score_binary_labels(name: str, labels: BinaryLabels) -> Floats:
+def pseudo_values_of_labels(name: str, labels: BinaryLabels) -> Floats:
     """Return the pseudo-values [N, K] of a measure of each of K labels. A label whose measure is undefined has NaN.
 
     ``name`` is f1, balanced_accuracy, auroc or average_precision. ``labels`` are truths (1, 0, or NaN if unknown),
@@ -140,8 +137,8 @@ def score_binary_labels(name: str, labels: BinaryLabels) -> Floats:
     return (pseudo_values_of_auroc if name == "auroc" else pseudo_values_of_average_precision)(scores, truth)
 
 
-def score_classes(measure: str, columns: Columns) -> Floats:
-    """Return pseudo-values [N, 1] of macro F1 or balanced accuracy, as means over classes against the rest.
+def pseudo_values_of_classes(measure: str, columns: Columns) -> Floats:
+    """Return the pseudo-values [N, 1] of macro F1 or balanced accuracy: means over classes against the rest.
 
     ``measure`` is "f1" or "balanced_accuracy". ``columns`` have class numbers, as "truth" and "prediction".
     """
@@ -155,10 +152,11 @@ def score_classes(measure: str, columns: Columns) -> Floats:
     return total / len(classes)
 
 
-def compute_pseudo_values(measures: Floats, without: Floats) -> Floats:
-    """Return pseudo-values [N, K] from K ``measures`` and the measures ``without`` each sample [N, K].
+def jackknife_pseudo_values(measures: Floats, without: Floats) -> Floats:
+    """Return the jackknife pseudo-values [N, K] of K measures.
 
-    A NaN in ``without`` means undefined, and counts as an unchanged measure.
+    ``measures`` [K] are of all samples, and ``without`` [N, K] are without each sample. NaN in ``without`` means that
+    the measure is undefined, and counts as an unchanged measure.
     """
     samples = len(without)
     return np.asarray(samples * measures - (samples - 1) * np.where(np.isnan(without), measures, without))
@@ -176,7 +174,7 @@ def pseudo_values_of_ratios(numerators: Floats, denominators: Floats, members: F
     with np.errstate(divide="ignore", invalid="ignore"):
         measures = np.where(left > 0, above / below, np.nan)
         without = np.where(left - members > 0, (above - numerators) / (below - denominators), np.nan)
-    return compute_pseudo_values(measures, without)
+    return jackknife_pseudo_values(measures, without)
 
 
 def pseudo_values_of_auroc(scores: Floats, targets: Floats) -> Floats:
@@ -197,7 +195,7 @@ def pseudo_values_of_auroc(scores: Floats, targets: Floats) -> Floats:
         for members, shares in ((positive, above), (negative, below)):
             if len(shares) > 1:
                 without[members, label] = (shares.sum() - shares) / (len(shares) - 1)
-    return compute_pseudo_values(areas, without)
+    return jackknife_pseudo_values(areas, without)
 
 
 def pseudo_values_of_average_precision(scores: Floats, targets: Floats) -> Floats:
@@ -225,7 +223,7 @@ def pseudo_values_of_average_precision(scores: Floats, targets: Floats) -> Float
             if left < len(ours):
                 total = total - np.diff(sums[1])[places - 1]  # the precision of the sample itself
             without[members, label] = total / left if left else np.nan
-    return compute_pseudo_values(areas, without)
+    return jackknife_pseudo_values(areas, without)
 
 
 def share_below(values: Floats, others: Floats) -> Floats:
@@ -236,7 +234,7 @@ def share_below(values: Floats, others: Floats) -> Floats:
 
 
 def pseudo_values_by_calls(measure: Callable[[Mapping[str, Tensor]], float], columns: Mapping[str, Tensor]) -> Floats:
-    """Return the pseudo-values [N] of any measure of columns [N, ...] by N + 1 calls.
+    """Return the pseudo-values [N] of any measure of columns [N, ...], by N + 1 calls of ``measure``.
 
     ``measure`` maps columns to a number. Each call gets copies of N - 1 rows, and one call gets all rows. Raises
     UserError for more than MOST_CALLS (20,000) samples.
@@ -247,7 +245,7 @@ def pseudo_values_by_calls(measure: Callable[[Mapping[str, Tensor]], float], col
         measure({name: torch.cat((column[:sample], column[sample + 1 :])) for name, column in columns.items()})
         for sample in range(samples)
     ]
-    return compute_pseudo_values(np.array([measure(columns)]), np.array(without)[:, None])[:, 0]
+    return jackknife_pseudo_values(np.array([measure(columns)]), np.array(without)[:, None])[:, 0]
 
 
 def check_number_of_calls(samples: int) -> None:

@@ -31,7 +31,7 @@ def sign_flip_p_value(differences: Floats) -> float:
     Rounding changes the p-value by about 0.03 % times the normal quantile.
     """
     differences = differences[differences != 0]
-    return p_value_of_integers(np.rint(differences / find_unit(differences, STEPS)).astype(np.int64))
+    return p_value_of_integers(np.rint(differences / choose_unit(differences, STEPS)).astype(np.int64))
 
 
 def lower_bound_by_sign_flips(differences: Floats, alpha: float) -> float:
@@ -45,7 +45,7 @@ def lower_bound_by_sign_flips(differences: Floats, alpha: float) -> float:
         return -math.inf
     if spread <= 1e-12 * abs(mean):
         return mean
-    unit = find_unit(differences, BOUND_STEPS)
+    unit = choose_unit(differences, BOUND_STEPS)
     unit /= math.ceil(unit * BOUND_STEPS / spread)
     rounded = np.rint(differences / unit).astype(np.int64)
     step = math.ceil(2 * spread / math.sqrt(len(differences)) / unit)
@@ -65,24 +65,24 @@ def lower_bound_by_sign_flips(differences: Floats, alpha: float) -> float:
     return float(unit * (low + (quantiles[low] - wanted) / (quantiles[low] - quantiles[high])))
 
 
-def find_unit(differences: Floats, steps: int) -> float:
+def choose_unit(differences: Floats, steps: int) -> float:
     """Return a unit of which all ``differences`` are nearly multiples, or 1 if all differences are 0.
 
-    A limit is 1 / ``steps`` of the root mean square of the differences. If the greatest common divisor is at least the
-    limit, the divisor is the unit. Otherwise the unit is at most the limit, and divides the common divisor of
-    magnitudes that occur more than once. Equal sums of these magnitudes then remain equal.
+    The unit is the greatest common divisor, unless the divisor is below a limit: 1 / ``steps`` of the root mean square
+    of the differences. The unit is then at most the limit. The unit divides the common divisor of magnitudes that occur
+    more than once, so equal sums of these magnitudes remain equal.
     """
     if not np.any(differences):
         return 1.0
     least = math.sqrt(float(np.square(differences).mean())) / steps
     values, counts = np.unique(np.abs(differences), return_counts=True)
-    if unit := find_common_divisor(values, least):
+    if unit := greatest_common_divisor(values, least):
         return unit
-    unit = find_common_divisor(values[counts > 1], least) or least
+    unit = greatest_common_divisor(values[counts > 1], least) or least
     return unit / math.ceil(unit / least)
 
 
-def find_common_divisor(values: Floats, least: float) -> float:
+def greatest_common_divisor(values: Floats, least: float) -> float:
     """Return the greatest common divisor of ``values``, up to rounding errors, or 0 if less than ``least``."""
     divisor = 0.0
     for value in values.tolist():
@@ -135,7 +135,7 @@ def probability_of_coin_sum(most: int, values: Integers, counts: Integers, least
     reach = min(most + 1, bound_distance(-1, most, values, counts, heads))
     size = 1 << (reach + bound_distance(1, most, values, counts, heads)).bit_length()
     angle, found = 2 * math.pi / size, 0.0
-    frequencies = find_frequencies(values, counts, heads, size)
+    frequencies = select_frequencies(values, counts, heads, size)
     for part in np.array_split(frequencies, 1 + len(frequencies) * len(values) // BLOCK):
         turns = angle * (np.multiply.outer(part, values) & (size - 1))
         squares = np.square(np.sin(turns / 2))
@@ -150,7 +150,7 @@ def probability_of_coin_sum(most: int, values: Integers, counts: Integers, least
 
 
 def bound_distance(sign: int, mean: int, values: Integers, counts: Integers, heads: Floats) -> int:
-    """Return a distance from ``mean`` beyond which the sum of random coins has probability 1e-18 at most.
+    """Return a distance from ``mean`` beyond which a sum of random coins has probability 1e-18 at most.
 
     ``sign`` is the side of the mean: 1 above, -1 below. Each of the ascending ``values`` [U] is on ``counts`` [U]
     coins, which show heads with the probabilities ``heads`` [U]. ``mean`` is the mean of the sum.
@@ -160,11 +160,11 @@ def bound_distance(sign: int, mean: int, values: Integers, counts: Integers, hea
     return math.ceil(float(((growth - sign * speeds * mean + OUTSIDE) / speeds).min()))
 
 
-def find_frequencies(values: Integers, counts: Integers, heads: Floats, size: int) -> NDArray[np.int64]:
-    """Return the frequencies, from 0 to half of ``size``, where the characteristic function is not negligible.
+def select_frequencies(values: Integers, counts: Integers, heads: Floats, size: int) -> NDArray[np.int64]:
+    """Return the frequencies, from 0 to half of ``size``, at which a characteristic function is not negligible.
 
-    The function is of a sum of random coins. Each of ``values`` [U] is on ``counts`` [U] coins, which show heads with
-    the probabilities ``heads`` [U]. ``size`` is a power of two.
+    The function belongs to a sum of random coins. Each of ``values`` [U] is on ``counts`` [U] coins, which show heads
+    with the probabilities ``heads`` [U]. ``size`` is a power of two.
     """
     # Single precision and 32 bits, which may overflow as size is a power of two, make this five times as fast.
     frequencies = np.arange(size // 2 + 1, dtype=np.uint32)

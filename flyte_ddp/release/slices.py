@@ -12,10 +12,10 @@ from flyte_ddp.core.errors import UserError
 
 
 def read_id_table(setting: str, column: str, address: str) -> list[tuple[int, str, str]]:
-    """Return line number, id and ``column`` of each row of a CSV file, read with retries. Other columns are ignored.
+    """Read a CSV file, with retries, and return line number, id and the value of ``column`` for each row.
 
-    ``setting`` names the file in errors. A cell that is missing at the end of a line is "". Raises UserError if the
-    file cannot be read, is malformed, or lacks a column.
+    Other columns are ignored. A cell that is missing at the end of a line is "". ``setting`` names the file in errors.
+    Raises UserError if the file cannot be read, is malformed, or lacks a column.
     """
     try:
         content = storage.call_with_retries(address, storage.read_file)
@@ -38,7 +38,7 @@ def read_id_table(setting: str, column: str, address: str) -> list[tuple[int, st
 
 
 def read_slices(address: str) -> list[tuple[int, str, str]]:
-    """Return line number, id and slice of each row of a CSV file, read with retries.
+    """Read a CSV file, with retries, and return the line number, the id and the slice of each row.
 
     Raises UserError if the file cannot be read, is malformed, or has no rows.
     """
@@ -50,9 +50,9 @@ def read_slices(address: str) -> list[tuple[int, str, str]]:
 
 
 def group_by_slice(address: str, ids: Sequence[str], undecoded: Collection[str]) -> dict[str, NDArray[np.int64]]:
-    """Return the ascending positions in ``ids`` of each slice's samples, by the name of the slice.
+    """Read a CSV file of slices, and return each slice's positions in ``ids``, ascending, by the slice's name.
 
-    Reads the CSV file at ``address``. A sample may be in several slices. Ids in ``undecoded`` are skipped.
+    A sample may be in several slices. Ids in ``undecoded`` are skipped.
 
     Raises:
         UserError: The file cannot be read, or has no rows. An id is in neither ``ids`` nor ``undecoded``, or a line has

@@ -29,7 +29,7 @@ class ScoreDifferences:
     values: Floats  # [N], the challenger's score minus the other model's
     measure: str  # the name of the scores, in words
     unit: str  # POINTS for 0/1 scores, SHARES of the other model's mean loss, or NUMBERS
-    counted: bool = True  # whether a higher score is a better answer; False for pseudo-values
+    countable: bool = True  # whether better and worse samples can be counted; False for pseudo-values
 
     @property
     def samples(self) -> int:
@@ -56,7 +56,7 @@ class ScoreDifferences:
         change = self.format_difference(self.difference)
         if self.unit == POINTS:
             return f"{change}: {self.gained:,} samples gained and {self.lost:,} lost of {self.samples:,}"
-        if not self.counted:
+        if not self.countable:
             which = "worse" if self.difference < 0 else "better"
             return f"{self.measure} {which} by {change[1:]} on {self.samples:,} samples"
         counts = f"{format_count(self.gained, 'sample')} better and {self.lost:,} worse of {self.samples:,}"
@@ -68,8 +68,8 @@ class ScoreDifferences:
             return f"{difference:+.4f}"
         return f"{100 * difference:+.2f} {'points' if self.unit == POINTS else '%'}"
 
-    def p_value(self) -> float:
-        """Return the p-value for a better challenger.
+    def p_value_of_gain(self) -> float:
+        """Return the one-sided p-value for a challenger better than the other model.
 
         The test is McNemar's exact test (Psychometrika 12, 1947) for scores of 0 and 1, otherwise the sign-flip test.
         """
@@ -78,22 +78,22 @@ class ScoreDifferences:
         return sign_flip_p_value(self.values)
 
     def p_value_of_loss(self) -> float:
-        return ScoreDifferences(-self.values, self.measure, self.unit).p_value()
+        return ScoreDifferences(-self.values, self.measure, self.unit).p_value_of_gain()
 
     def lower_bound(self, alpha: float) -> float:
-        """Return the lower 1 - ``alpha`` confidence bound of the mean difference.
+        """Return the lower 1 - ``alpha`` confidence bound of the mean difference, or -inf for too few samples.
 
-        The bound is Tango's for scores of 0 and 1. Otherwise the bound is the smaller of a sign-flip test's bound and a
-        bootstrap's bound, and -inf for too few samples.
+        For scores of 0 and 1 the bound is Tango's. Otherwise the bound is the smaller of a sign-flip test's bound and a
+        bootstrap's bound.
         """
         if self.unit == POINTS:
-            return lower_bound_of_difference(self.gained, self.lost, self.samples, alpha)
+            return tango_lower_bound(self.gained, self.lost, self.samples, alpha)
         by_flips = lower_bound_by_sign_flips(self.values, alpha)
-        return min(by_flips, lower_bound_of_mean(self.values, alpha))
+        return min(by_flips, bootstrap_lower_bound(self.values, alpha))
 
 
 def compare_scores(
-    mine: NDArray[Any], theirs: NDArray[Any], measure: str, *, is_loss: bool = False, counted: bool = True
+    mine: NDArray[Any], theirs: NDArray[Any], measure: str, *, is_loss: bool = False, countable: bool = True
 ) -> ScoreDifferences:
     """Return the comparison of two models' scores [N] of the same samples.
 
@@ -103,23 +103,23 @@ def compare_scores(
         measure: The name of the scores, in words.
         is_loss: Whether the scores are losses times -1. Differences are then shares of the mean of ``theirs``, unless
             the mean is 0.
-        counted: Whether a higher score is a better answer. False for pseudo-values.
+        countable: Whether a sample with a higher score has a better answer. False for pseudo-values.
     """
     if not is_loss and all(np.isin(scores, (0, 1)).all() for scores in (mine, theirs)):
         return ScoreDifferences(np.subtract(mine, theirs, dtype=np.float64), measure, POINTS)
     unit = abs(float(theirs.mean())) if is_loss else 0.0
-    return ScoreDifferences((mine - theirs) / (unit or 1.0), measure, SHARES if unit > 0 else NUMBERS, counted)
+    return ScoreDifferences((mine - theirs) / (unit or 1.0), measure, SHARES if unit > 0 else NUMBERS, countable)
 
 
 def alpha_of_look(alpha: float, look: int) -> float:
-    """Return the significance level of the test with the number ``look``, from 1.
+    """Return the significance level of the judgement with the number ``look`` on a test split, from 1.
 
-    The levels of all tests sum up to ``alpha`` (Bonferroni's bound).
+    The levels of all judgements sum up to ``alpha`` (Bonferroni's bound).
     """
     return alpha * 6 / (math.pi * look) ** 2
 
 
-def lower_bound_of_difference(gained: int, lost: int, samples: int, alpha: float) -> float:
+def tango_lower_bound(gained: int, lost: int, samples: int, alpha: float) -> float:
     """Return the lower 1 - ``alpha`` confidence bound of the difference in accuracy by Tango's test, at least -1.
 
     Source: Tango, "Equivalence test and confidence interval for the difference in proportions for the paired-sample
@@ -149,7 +149,7 @@ def correct_p_values(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def lower_bound_of_mean(values: Floats, alpha: float) -> float:
+def bootstrap_lower_bound(values: Floats, alpha: float) -> float:
     """Return the lower 1 - ``alpha`` confidence bound of the mean of ``values`` [N], at least the smallest value.
 
     Uses a studentised bootstrap with a fixed seed (Efron and Tibshirani, "An introduction to the bootstrap", 1993,

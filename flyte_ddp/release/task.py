@@ -30,7 +30,7 @@ class Task:
             objective_options=sidecar.options.get("objective", {}),
             target_shape=sidecar.target_shape or [],
             classes=sidecar.classes,
-            positive_class=find_positive_class(sidecar),
+            positive_class=name_positive_class(sidecar),
             input=sidecar.input.describe() if rows is None else f"rows of {', '.join(sorted(rows))}",
         )
 
@@ -40,26 +40,30 @@ class Task:
         return [name.replace("_", " ") for name in names if getattr(self, name) != getattr(before, name)]
 
 
-def find_positive_class(sidecar: Sidecar) -> str:
-    """Return the second of two classes if the main measure or a threshold depends on which class is second, else ""."""
+def name_positive_class(sidecar: Sidecar) -> str:
+    """Return the name of the positive class, or "" if no class is positive.
+
+    With two classes, the second class is positive if the main measure or a threshold depends on the order of the
+    classes.
+    """
     depends = sidecar.hyperparameters.get("select_by") in ("f1", "average_precision") or sidecar.threshold is not None
     return sidecar.classes[1] if depends and len(sidecar.classes) == 2 else ""
 
 
-def has_same_fit(one: Sidecar, other: Sidecar) -> bool:
+def has_same_preprocessing(one: Sidecar, other: Sidecar) -> bool:
     """Return whether two models have equal preprocessing, or preprocessing that was fitted to equal data.
 
-    The data are compared, too, because pickles of equal objects may differ, for instance of sets of texts.
+    Equal data count, because pickles of equal objects may differ, for instance of sets of texts.
     """
     fits = [sidecar.preprocessing.get("sha256", "") for sidecar in (one, other)]
     return bool(fits[0] == fits[1] or one.digests.data == other.digests.data != "")
 
 
-def is_reordered(challenger: Task, champion: Task) -> bool:
-    """Return whether two tasks have the same classes in any order, and the outputs can be reordered.
+def can_be_reordered(challenger: Task, champion: Task) -> bool:
+    """Return whether the champion's outputs can be reordered to the challenger's order of the classes.
 
-    The same order also gives True. Outputs cannot be reordered if a task has a positive class, or if the objective is
-    not classification, multilabel or segmentation.
+    Both tasks must have the same classes, perhaps in the same order, and no positive class. The objective must be
+    classification, multilabel or segmentation.
     """
     if challenger.objective not in REORDERED or challenger.positive_class or champion.positive_class:
         return False

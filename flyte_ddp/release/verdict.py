@@ -53,6 +53,9 @@ class Verdict(DataClassJsonMixin):
     def promotes(self) -> bool:
         return self.decision == PROMOTED
 
+    def has_score_of(self, measure: str) -> bool:
+        return self.measure == measure and self.samples > 0
+
     @property
     def outcome(self) -> str:
         """The reason, the champion's scores at its release and today, and the changes of the data."""

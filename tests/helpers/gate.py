@@ -8,8 +8,9 @@ from typing import Any
 from training_runs import QUIET
 
 from flyte_ddp.predict.sample_columns import Reference
-from flyte_ddp.release.judge import Judgement, judge_challenger
-from flyte_ddp.release.page import write_page
+from flyte_ddp.release.judge import judge_challenger
+from flyte_ddp.release.judgement import Judgement
+from flyte_ddp.release.page import write_verdict_page
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.promotion import REFERENCE, apply_verdict, store_version
 from flyte_ddp.release.registry import Registry
@@ -37,14 +38,14 @@ class Gate:
     def release(self, model: str | Path, data: Path | None = None, policy: Policy = DEFAULT) -> Judgement:
         """Judge a model, and apply the verdict."""
         found = self.judge(model, data, policy)
-        page = write_page(found, self.registry.name, self.folder / "page.html")
+        page = write_verdict_page(found, self.registry.name, self.folder / "page.html")
         beside = {page.name: page}
-        if found.whole is not None:
+        if found.full_evaluation is not None:
             beside[SAMPLES] = self.folder / SAMPLES
             found.identify_samples().write(beside[SAMPLES])
-        if found.whole is not None and found.whole.described:
+        if found.full_evaluation is not None and found.full_evaluation.monitoring_columns:
             beside[REFERENCE] = self.folder / REFERENCE
-            Reference(found.whole.described, found.whole.columns).write_file(beside[REFERENCE])
+            Reference(found.full_evaluation.monitoring_columns, found.full_evaluation.columns).write_file(beside[REFERENCE])
         version = store_version(self.registry, *found.model.files, found.verdict, beside)
         apply_verdict(self.registry, version, found.verdict, by="p/d/e")
         return found

@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 from scipy.stats import chi2_contingency, fisher_exact, ks_2samp
 
-from flyte_ddp.monitor.compare import ALPHA, FLOOR, compare_columns, compare_values, pool_rare, rate_samples
+from flyte_ddp.monitor.compare import (
+    ALPHA,
+    FLOOR,
+    compare_column,
+    compare_columns,
+    pool_rare_categories,
+    rate_unusual_samples,
+)
 
 RANDOM = np.random.default_rng(0)
 
@@ -37,7 +44,7 @@ def test_a_change_below_the_floor_is_none_however_significant(share: float, move
 def test_categories_that_the_reference_does_not_have_count() -> None:
     """Numbers of few different values are categories."""
     reference, window = np.repeat([0.0, 1.0], 500), np.repeat([0.0, 1.0, 7.0, 9.0], (400, 400, 100, 100))
-    p, effect = compare_values(reference, window)
+    p, effect = compare_column(reference, window)
     assert effect == pytest.approx(0.2)
     p_new = fisher_exact([[0, 1000], [200, 800]], alternative="less").pvalue
     assert p == pytest.approx(2 * min(chi2_contingency([[500, 500, 0, 0], [400, 400, 100, 100]]).pvalue, p_new))
@@ -58,13 +65,15 @@ def test_as_many_new_categories_are_expected_as_the_reference_has_once() -> None
     """Three of its nine samples, by Good and Turing; by hand."""
     reference, window = np.array([*"aaabbbxyz"]), np.array([*"aaabbbbpqr"])
     table = np.array([[3, 3, 1, 1, 1, 0, 0, 0], [3, 4, 0, 0, 0, 1, 1, 1]])
-    without = chi2_contingency if pool_rare(table).shape[1] > 2 else fisher_exact
-    assert compare_values(reference, window)[0] == pytest.approx(without(pool_rare(table)).pvalue), "3 of 10 are new"
+    without = chi2_contingency if pool_rare_categories(table).shape[1] > 2 else fisher_exact
+    assert compare_column(reference, window)[0] == pytest.approx(without(pool_rare_categories(table)).pvalue), (
+        "3 of 10 are new"
+    )
     more = np.array([*"aaabbbpqrs"])
-    p, effect = compare_values(reference, more)
+    p, effect = compare_column(reference, more)
     p_new = fisher_exact([[3, 6], [4, 6]], alternative="less").pvalue
     table = np.array([[3, 3, 1, 1, 1, 0, 0, 0, 0], [3, 3, 0, 0, 0, 1, 1, 1, 1]])
-    assert p == pytest.approx(min(1, 2 * min(fisher_exact(pool_rare(table)).pvalue, p_new)))
+    assert p == pytest.approx(min(1, 2 * min(fisher_exact(pool_rare_categories(table)).pvalue, p_new)))
     assert effect >= 4 / 10 - 3 / 9
 
 
@@ -116,13 +125,13 @@ def test_columns_that_cannot_be_compared_are_named() -> None:
 
 def test_rare_categories_count_together() -> None:
     table = np.array([[1000, 3, 20, 2, 1, 0], [100, 0, 2, 0, 0, 0]])
-    pooled = pool_rare(table)
+    pooled = pool_rare_categories(table)
     assert (pooled.sum(1) == table.sum(1)).all()
     assert (np.sort(pooled, axis=1) == [[26, 1000], [2, 100]]).all()
     even = np.array([[50, 50], [60, 40]])
-    assert (np.sort(pool_rare(even), axis=1) == np.sort(even, axis=1)).all()
+    assert (np.sort(pool_rare_categories(even), axis=1) == np.sort(even, axis=1)).all()
     many = np.arange(1000).astype(str)
-    p, effect = compare_values(many, many[:50])
+    p, effect = compare_column(many, many[:50])
     assert effect == pytest.approx(1 / 50 - 1 / 1000)
     assert p == pytest.approx(fisher_exact([[1, 999], [1, 49]]).pvalue)
 
@@ -134,7 +143,7 @@ def test_a_small_window_of_values_that_a_constant_reference_lacks_has_moved() ->
         (np.full(5000, np.nan), np.ones(60)),
         (np.arange(5000).astype(str), np.repeat(["new"], 60)),
     ):
-        p, effect = compare_values(reference, window)
+        p, effect = compare_column(reference, window)
         assert effect == 1
         assert fisher_exact([[5000, 0], [0, 60]]).pvalue <= p <= 2 * fisher_exact([[5000, 0], [0, 60]]).pvalue
 
@@ -142,21 +151,21 @@ def test_a_small_window_of_values_that_a_constant_reference_lacks_has_moved() ->
 def test_what_is_not_known_is_a_value_of_its_own() -> None:
     numbers = RANDOM.normal(size=1000)
     window = np.where(RANDOM.random(1000) < 0.3, np.nan, numbers)
-    p, effect = compare_values(numbers, window)
+    p, effect = compare_column(numbers, window)
     assert p < 1e-9
     assert effect == pytest.approx(np.isnan(window).mean(), abs=0.03)
-    assert compare_values(np.full(100, np.nan), np.full(60, np.nan)) == (1.0, 0.0)
-    assert compare_values(np.zeros(100), np.zeros(60)) == (1.0, 0.0)
-    assert compare_values(np.zeros(100), np.ones(60))[1] == 1.0
+    assert compare_column(np.full(100, np.nan), np.full(60, np.nan)) == (1.0, 0.0)
+    assert compare_column(np.zeros(100), np.zeros(60)) == (1.0, 0.0)
+    assert compare_column(np.zeros(100), np.ones(60))[1] == 1.0
 
 
 def test_a_small_reference_of_numbers_has_no_categories() -> None:
     few, others = RANDOM.normal(size=15), RANDOM.normal(size=100)
-    assert compare_values(few, others)[1] == pytest.approx(ks_2samp(few, others).statistic)
+    assert compare_column(few, others)[1] == pytest.approx(ks_2samp(few, others).statistic)
 
 
 def test_the_most_unusual_sample_is_the_one_farthest_out() -> None:
     reference = {"number": np.arange(1.0, 101.0), "class": np.repeat(["a", "b"], (90, 10))}
     window = {"number": np.array([50.0, 100.0, 3.0, 500.0]), "class": np.array(["a", "a", "b", "c"])}
     expected = [2 * 50 / 100 * 0.9, 2 / 100 * 0.9, 2 * 3 / 100 * 0.1, 1 / 100 / 100]
-    np.testing.assert_allclose(rate_samples(reference, window), -np.log(expected))
+    np.testing.assert_allclose(rate_unusual_samples(reference, window), -np.log(expected))

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from flyte_ddp.core.training.evaluate import compute_batch_columns
 from flyte_ddp.monitor import score
-from flyte_ddp.monitor.score import ALPHA, DRAWS, HeldOut, find_p_value, measure_score, measure_truth, p_value_of_draws
+from flyte_ddp.monitor.score import (
+    ALPHA,
+    DRAWS,
+    HeldOut,
+    find_p_value_of_worse,
+    measure_samples_with_truth,
+    p_value_by_permutations,
+    score_window,
+)
 from flyte_ddp.monitor.window import Score
 from flyte_ddp.objectives import Facts, Objective, make_objective
 
@@ -31,8 +39,8 @@ def draw_rare(random: np.random.Generator, samples: int, separation: float = SEP
 
 
 def judge(objective: Objective, window: dict[str, Tensor], held_out: dict[str, Tensor], seed: int = 0) -> Score:
-    known = HeldOut(measure_truth(objective, held_out).score or 0.0, len(held_out["loss"]), held_out)
-    return measure_score(objective, [window], known, seed)
+    known = HeldOut(measure_samples_with_truth(objective, held_out).score or 0.0, len(held_out["loss"]), held_out)
+    return score_window(objective, [window], known, seed)
 
 
 @pytest.fixture
@@ -52,10 +60,10 @@ def test_the_p_value_of_an_accuracy_is_fishers(right: int) -> None:
     objective = make_objective("classification", Facts(("a", "b")), {})
     columns = compute_batch_columns(objective, outputs, truth, 210)
     window, held_out = ({name: each[part] for name, each in columns.items()} for part in (slice(60), slice(60, 210)))
-    p = p_value_of_draws(objective, window, held_out, 0)
+    p = p_value_by_permutations(objective, window, held_out, 0)
     expected = fisher_exact([[right, 60 - right], [130, 20]], alternative="less").pvalue
     assert p == pytest.approx(expected, abs=0.08)
-    of_counts = find_p_value(objective, window, right / 60, HeldOut(130 / 150, 150, {}), 0)
+    of_counts = find_p_value_of_worse(objective, window, right / 60, HeldOut(130 / 150, 150, {}), 0)
     assert of_counts == pytest.approx(expected)
 
 
@@ -76,7 +84,7 @@ def test_the_p_value_of_another_measure_is_that_of_scipys_permutation_test(shift
         return float(np.abs(theirs).mean() - np.abs(ours).mean())
 
     expected = permutation_test(errors, subtract, alternative="less", n_resamples=5000, rng=2).pvalue
-    assert p_value_of_draws(objective, window, held_out, 0) == pytest.approx(expected, abs=0.08)
+    assert p_value_by_permutations(objective, window, held_out, 0) == pytest.approx(expected, abs=0.08)
     assert (expected < 0.01) == (shift > 0)
 
 
@@ -89,12 +97,12 @@ def test_draws_stop_as_soon_as_the_level_cannot_be_reached(monkeypatch: pytest.M
 
     monkeypatch.setattr(score, "compute_measures", count)
     random, objective = np.random.default_rng(3), make_rare()
-    p = p_value_of_draws(objective, draw_rare(random, 2000), draw_rare(random, 2000), 0)
+    p = p_value_by_permutations(objective, draw_rare(random, 2000), draw_rare(random, 2000), 0)
     assert p is not None
     assert p > ALPHA
     assert counted[0] < DRAWS
     counted[0] = 0
-    p = p_value_of_draws(objective, draw_rare(random, 2000, -9), draw_rare(random, 2000, 9), 0)
+    p = p_value_by_permutations(objective, draw_rare(random, 2000, -9), draw_rare(random, 2000, 9), 0)
     assert p == pytest.approx(1 / (DRAWS + 1))
     assert counted[0] == 2 * (DRAWS + 1)
 
@@ -129,11 +137,11 @@ def test_an_error_that_grows_is_worse_whatever_measures_it(measure: str) -> None
     assert judge(objective, draw(0.8), held_out).worse
     assert not judge(objective, draw(0.3), held_out).worse, "better is not worse"
     before = {name: each for name, each in held_out.items() if name != "loss"}
-    found = measure_score(objective, [draw(0.8)], HeldOut(0.5, 400, before), 0)
+    found = score_window(objective, [draw(0.8)], HeldOut(0.5, 400, before), 0)
     assert found.score is not None
     if measure == "rmse":
         assert found.worse, "of a champion whose columns were not stored"
-        assert not measure_score(objective, [draw(0.5)], HeldOut(0.5, 400, {}), 0).worse
+        assert not score_window(objective, [draw(0.5)], HeldOut(0.5, 400, {}), 0).worse
     else:
         assert found.worse_p is None, "which is no mean of scores"
 
@@ -142,14 +150,14 @@ def test_a_score_that_is_not_defined_has_no_test() -> None:
     random, objective = np.random.default_rng(0), make_rare()
     window, held_out = draw_rare(random, 100), draw_rare(random, 1000)
     none = {name: column[window["truth"] == 0] for name, column in window.items()}
-    assert measure_truth(objective, none) == Score(truths=len(none["loss"]))
+    assert measure_samples_with_truth(objective, none) == Score(truths=len(none["loss"]))
     without = {name: column[held_out["truth"] == 0] for name, column in held_out.items()}
-    assert find_p_value(objective, held_out, 0.1, HeldOut(0.1, 1000, without), 0) is None
+    assert find_p_value_of_worse(objective, held_out, 0.1, HeldOut(0.1, 1000, without), 0) is None
     # Each side has one positive sample, so that most draws leave the window without any.
     order = held_out["truth"].argsort(descending=True)
     rows = order[[0, *range(100, 159)]], order[[1, *range(200, 900)]]
     sides = [{name: column[chosen] for name, column in held_out.items()} for chosen in rows]
-    p = p_value_of_draws(objective, *sides, 0)
+    p = p_value_by_permutations(objective, *sides, 0)
     assert p is not None
     assert 0 < p <= 1
 

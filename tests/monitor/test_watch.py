@@ -25,15 +25,15 @@ from flyte_ddp.core.models.saving import save_model
 from flyte_ddp.core.models.sidecar import read_sidecar
 from flyte_ddp.core.training.evaluate import compute_batch_columns
 from flyte_ddp.datasets import fetch, open_arrays
-from flyte_ddp.monitor.page import write_page, write_table
+from flyte_ddp.monitor.page import write_csv_table, write_window_page
 from flyte_ddp.monitor.records import read_windows, record_window
-from flyte_ddp.monitor.score import measure_truth
+from flyte_ddp.monitor.score import measure_samples_with_truth
 from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.monitor.watch import WatchedModel, predict_window
 from flyte_ddp.monitor.window import Score, Window
 from flyte_ddp.objectives import Facts, make_objective
 from flyte_ddp.predict.prediction_batches import SavedModel
-from flyte_ddp.release.promotion import find_champion, promote_version, store_version
+from flyte_ddp.release.promotion import promote_version, require_champion, store_version
 from flyte_ddp.release.registry import Registry
 from tasks.monitor import raise_alarm
 
@@ -64,7 +64,7 @@ def prices(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def watch(gate: Gate, **source: Any) -> tuple[Window, WatchedModel]:
-    entry, window = find_champion(gate.registry), WindowSource(**source).at(NOW)
+    entry, window = require_champion(gate.registry), WindowSource(**source).fill_in_time(NOW)
     local = Path(window.images or window.table or ".")
     return predict_window(gate.registry, entry, window, local, settings=QUIET, by="somebody")
 
@@ -95,13 +95,13 @@ def test_pictures_that_are_the_same_have_not_moved_and_brighter_ones_have(digits
     bright, watched = watch(digits_gate, images=str(tmp_path / "bright"))
     assert moved(bright) >= {"brightness", "contrast"}
     assert "sharpness" not in moved(watch(digits_gate, dataset="digits")[0])
-    entry = find_champion(digits_gate.registry)
+    entry = require_champion(digits_gate.registry)
     recorded = record_window(digits_gate.registry, entry, bright)
-    page = write_page(recorded, watched, [], "digits", tmp_path / "page.html").read_text()
+    page = write_window_page(recorded, watched, [], "digits", tmp_path / "page.html").read_text()
     assert "<h1>digits: No alarm</h1>" in page, "the first window is silent"
     assert page.count("<svg") == len(recorded.moved)
     assert page.count('class="mistake"') == 24
-    table = write_table(tmp_path / "window.csv", watched.columns, watched.ids).read_text().splitlines()
+    table = write_csv_table(tmp_path / "window.csv", watched.columns, watched.ids).read_text().splitlines()
     assert table[0] == "id,brightness,contrast,sharpness,prediction,confidence,entropy"
     assert len(table) == 298
     assert float(table[1].split(",")[1]) == pytest.approx(watched.columns["brightness"][0])
@@ -150,7 +150,7 @@ def test_few_samples_have_no_verdict_and_unreadable_ones_are_named(
     for number in range(45, 297):
         (tmp_path / f"in/{number:03}.png").unlink()
     (tmp_path / "in/broken.png").write_text("no picture")
-    entry = find_champion(digits_gate.registry)
+    entry = require_champion(digits_gate.registry)
     source, settings = WindowSource(images=str(tmp_path / "in")), replace(QUIET, progress="lines")
     found, _ = predict_window(digits_gate.registry, entry, source, tmp_path / "in", settings=settings, by="me")
     assert (found.samples, found.bad, found.columns) == (45, 1, [])
@@ -287,7 +287,7 @@ def test_a_score_that_is_worse_in_two_windows_is_an_alarm_also_where_its_truth_c
     registry = Registry(str(tmp_path / "registry"), "model")
     gate = Gate(prices.runs, registry, prices.data, tmp_path)
     gate.release("good")
-    entry = find_champion(registry)
+    entry = require_champion(registry)
 
     def monitor(seed: int, known: int) -> tuple[Window, WatchedModel]:
         rows, truth = window_tasks.draw_rows(400, seed)
@@ -317,7 +317,7 @@ def test_a_score_that_is_worse_in_two_windows_is_an_alarm_also_where_its_truth_c
         UserError, match=r"rows.csv: alarm: RMSE is .*, and was .* on the held-out samples; see the page"
     ):
         raise_alarm(found=second, window=WindowSource(table="rows.csv"))
-    page = write_page(second, watched, windows, "x", tmp_path / "x").read_text()
+    page = write_window_page(second, watched, windows, "x", tmp_path / "x").read_text()
     assert "<h1>x: Alarm</h1>" in page
     assert page.count("<svg") == 2
 
@@ -359,7 +359,7 @@ def test_a_release_does_not_depend_on_what_is_described(
     found, before = gate.release(tmp_path / "model"), prices.judge("good", may_promote=False)
     assert found.verdict.promotes, found.verdict.reason
     assert found.challenger is not None
-    assert found.challenger.undescribed is not None
+    assert found.challenger.monitoring_error is not None
     assert ("Traceback" in capfd.readouterr().err) == (how == "raises")
     assert before.challenger is not None
     assert found.verdict.challenger_score == pytest.approx(before.challenger.score)
@@ -373,16 +373,18 @@ def test_an_interval_is_of_the_measure_or_there_is_none() -> None:
         objective = make_objective("regression", Facts(target_shape=shape), {})
         outputs, targets = (torch.tensor(random.normal(size=(100, *shape))) for _ in range(2))
         columns = compute_batch_columns(objective, outputs, targets, 100)
-        found = measure_truth(objective, columns)
+        found = measure_samples_with_truth(objective, columns)
         expected = (outputs - targets).square().mean(0).sqrt().mean().item()
         assert (found.truths, found.score) == (100, pytest.approx(expected))
         assert (found.low is not None) == intervals
         if intervals:
             assert found.low < found.score < found.high
-        same = measure_truth(objective, compute_batch_columns(objective, targets + 1, targets, 100))
+        same = measure_samples_with_truth(objective, compute_batch_columns(objective, targets + 1, targets, 100))
         assert same == Score(truths=100, score=pytest.approx(1))
         outputs[3] = torch.inf
-        assert measure_truth(objective, compute_batch_columns(objective, outputs, targets, 100)) == Score(truths=100)
+        assert measure_samples_with_truth(objective, compute_batch_columns(objective, outputs, targets, 100)) == Score(
+            truths=100
+        )
 
 
 def test_an_interval_of_a_share_ends_at_one() -> None:
@@ -390,5 +392,5 @@ def test_an_interval_of_a_share_ends_at_one() -> None:
     truth = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).repeat(50, 1)
     outputs = (truth - 0.5) * 9
     outputs[0, 0] = -1
-    found = measure_truth(objective, compute_batch_columns(objective, outputs, truth, 100))
+    found = measure_samples_with_truth(objective, compute_batch_columns(objective, outputs, truth, 100))
     assert 0.9 < found.low < found.score < found.high == 1

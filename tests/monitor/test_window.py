@@ -85,11 +85,13 @@ def test_a_window_is_recorded_once_and_begins_anew_with_each_champion(registry: 
     second = record_window(registry, entry, window("b", 0.3, by="p/d/e"))
     assert (second.number, second.alarm) == (2, True)
     assert second.describe() == "alarm: column 0 (0.30) moved"
-    assert record_window(registry, entry, window("c", 0.3, by="p/d/e"), once=True) == second, "a retry"
+    assert record_window(registry, entry, window("c", 0.3, by="p/d/e"), idempotent=True) == second, "a retry"
     assert read_windows(registry, entry) == [first, second]
     for address, digest in (("s3://bucket/14", "a"), ("s3://bucket/15", "e")):
         other = window(digest, 0.3, by="p/d/e", address=address)
-        assert record_window(registry, entry, other, once=True).alarm, "another hour, or another task of the execution"
+        assert record_window(registry, entry, other, idempotent=True).alarm, (
+            "another hour, or another task of the execution"
+        )
     assert len(read_windows(registry, entry)) == 4
     later = promoter.append(registry, entry, "another")
     assert not record_window(registry, later, window("d", 0.3)).alarm
@@ -109,7 +111,7 @@ def test_truth_that_comes_later_is_kept_and_counts(registry: Registry) -> None:
         assert record_window(registry, entry, replace(window("a", 0.0), **better)) == replace(first, **better)
     again = record_window(registry, entry, replace(window("b", 0.0), **{**some, "truths": 99}))
     assert not again.alarm, "the only one, now that more of the truth of the first is known"
-    folder = Path(registry.at("monitor", f"{entry.number:08}"))
+    folder = Path(registry.address_of("monitor", f"{entry.number:08}"))
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.json"))
     truths = [f"truth/{name}.json" for name in ("00000001-0001", "00000001-0002", "00000002-0001", "00000002-0002")]
     assert names == ["00000001.json", "00000002.json", *truths]
@@ -120,7 +122,7 @@ def test_the_same_samples_are_the_same_window_however_many_lie_between(registry:
     """Also where digests are missing, as of records that are older than digests, or a writer was killed."""
     entry = promoter.append(registry, None)
     written = [record_window(registry, entry, window(str(number), 0.0)) for number in range(55)]
-    records = Path(registry.at("monitor", f"{entry.number:08}"))
+    records = Path(registry.address_of("monitor", f"{entry.number:08}"))
     digests = sorted((records / "samples").iterdir())
     assert len(digests) == 55
     for lost in ([], digests[3:5], digests):
@@ -175,7 +177,7 @@ def test_all_windows_of_a_champion_decide_and_few_are_read(registry: Registry, m
     monkeypatch.setattr(Records, "read_window", note)
     for place, each in enumerate(windows):
         read.clear()
-        assert record_window(registry, entry, each, once=True).alarm == is_alarm(windows[: place + 1])
+        assert record_window(registry, entry, each, idempotent=True).alarm == is_alarm(windows[: place + 1])
         assert len({*read}) == len(read), "each once"
         if not (each.moved or each.worse):
             assert read == [], "it can be no alarm"
@@ -195,14 +197,14 @@ def test_a_truth_that_comes_later_is_judged_by_the_windows_before_it(registry: R
 def test_marks_of_before_are_read_and_written_anew(registry: Registry) -> None:
     """Files as they were when a mark had the digest of address and samples alone."""
     entry = promoter.append(registry, None)
-    folder = Path(registry.at("monitor", f"{entry.number:08}"))
+    folder = Path(registry.address_of("monitor", f"{entry.number:08}"))
     (folder / "samples").mkdir(parents=True)
     before = [replace(window(digest, 0.3, by=f"p/d/{digest}"), number=at) for at, digest in enumerate("abc", 1)]
     for each in before:
         (folder / f"{each.number:08}.json").write_text(each.to_json(indent=1))
         digest = sha256(f"{each.address}\n{each.digest}".encode()).hexdigest()
         (folder / f"samples/{each.number:08}-{digest}").write_text("\n")
-    assert record_window(registry, entry, window("d", 0.0, by="p/d/b"), once=True) == before[1], "a retry"
+    assert record_window(registry, entry, window("d", 0.0, by="p/d/b"), idempotent=True) == before[1], "a retry"
     assert record_window(registry, entry, window("c", 0.0)) == before[2], "the same samples"
     fourth = record_window(registry, entry, window("d", 0.3))
     assert (fourth.number, fourth.alarm) == (4, True)
@@ -213,7 +215,7 @@ def test_marks_of_before_are_read_and_written_anew(registry: Registry) -> None:
 def test_a_damaged_record_is_named(registry: Registry) -> None:
     entry = promoter.append(registry, None)
     record_window(registry, entry, window("a", 0.3))
-    path = Path(registry.at("monitor", f"{entry.number:08}", "00000001.json"))
+    path = Path(registry.address_of("monitor", f"{entry.number:08}", "00000001.json"))
     for content in ("", "[]", '{"version": 1}', path.read_text()[:-9]):
         path.write_text(content)
         with pytest.raises(UserError, match=r"00000001.json: is damaged; restore or delete it"):

@@ -9,8 +9,8 @@ import pytest
 from matplotlib.axes import Axes
 from report_page import Page
 
-from flyte_ddp.monitor.course import draw_course
-from flyte_ddp.monitor.page import describe_new, draw_distributions, pool_new, write_page
+from flyte_ddp.monitor.course import draw_window_history
+from flyte_ddp.monitor.page import describe_new_categories, draw_distributions, pool_new_categories, write_window_page
 from flyte_ddp.monitor.watch import WatchedModel
 from flyte_ddp.monitor.window import ColumnChange, Window
 from flyte_ddp.report.figures import BLUE, Picture, Series, draw_line_chart
@@ -71,7 +71,7 @@ def draw_page(window: Window, folder: Path) -> Page:
     watched = WatchedModel(None, columns, columns=columns)  # type: ignore[arg-type]  # no page needs the model
     values = {"input income": "2,000", "input 7": "0.5", "input age": "41"}
     watched.unusual = [(1.0, Picture("C-1", None, "stays", "churns", score=0.75, values=values))]
-    return Page(write_page(window, watched, [window], "churn", folder / "window.html").read_text())
+    return Page(write_window_page(window, watched, [window], "churn", folder / "window.html").read_text())
 
 
 def test_an_alarm_looks_like_one_and_says_what_to_do(tmp_path: Path) -> None:
@@ -100,13 +100,13 @@ def test_a_window_is_printed_in_a_line() -> None:
 def test_categories_that_the_reference_does_not_have_are_drawn_as_one() -> None:
     reference, window = np.array([*"aabbb"]), np.array([*"abccd"])
     values, counts = np.array([*"abcd"]), np.array([[2, 3, 0, 0], [1, 1, 2, 1]])
-    labels, pooled = pool_new(values, counts)
+    labels, pooled = pool_new_categories(values, counts)
     assert labels == ["a", "b", "(new)"]
     assert pooled.tolist() == [[2, 3, 0], [1, 1, 3]]
     assert "(new)" in draw_distributions("x", reference, window)
-    assert describe_new(reference, window) == ": new values c, d"
+    assert describe_new_categories(reference, window) == ": new values c, d"
     assert "(new)" not in draw_distributions("x", reference, reference)
-    assert describe_new(reference, reference) == describe_new(NORMAL, NORMAL + 9) == ""
+    assert describe_new_categories(reference, reference) == describe_new_categories(NORMAL, NORMAL + 9) == ""
 
 
 def test_the_course_has_a_point_for_each_window(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,12 +125,12 @@ def test_the_course_has_a_point_for_each_window(monkeypatch: pytest.MonkeyPatch)
         given = ("v", "in", "2026-11-28T00:00:00Z", "me", str(number), 100, 0, columns, "average_precision", 0.136)
         return Window(*given, score=score, number=number, **values)
 
-    assert draw_course([window(1, 3, 0.1)]) == []
-    assert [title for title, _ in draw_course([window(1, 3, 0.1), window(2, 0)])] == ["Columns that moved"]
+    assert draw_window_history([window(1, 3, 0.1)]) == []
+    assert [title for title, _ in draw_window_history([window(1, 3, 0.1), window(2, 0)])] == ["Columns that moved"]
     drawn.clear()
     worse = {"worse_p": 0.003, "worse": True, "low": 0.01, "high": 0.05}
     course = [window(1, 0, 0.14), window(2, 3), window(3, 4, 0.034, alarm=True, **worse)]
-    charts = draw_course(course)
+    charts = draw_window_history(course)
     assert [title for title, _ in charts] == ["Average precision", "Columns that moved"]
     assert all(chart.startswith("<svg") for _, chart in charts)
     assert drawn["axhline"][0] == (0.136,)

@@ -27,7 +27,7 @@ from flyte_ddp.datasets import fetch
 from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.monitor.watch import predict_window
 from flyte_ddp.release.policy import Policy
-from flyte_ddp.release.promotion import find_champion, promote_version, store_version
+from flyte_ddp.release.promotion import promote_version, require_champion, store_version
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.run import Result
 
@@ -252,7 +252,12 @@ def test_the_gate_judges_each_model_by_its_own_threshold(
 
     monkeypatch.setenv("FLYTE_DDP_RUNS", str(tmp_path / "runs"))
     window, watched = predict_window(
-        gate.registry, find_champion(gate.registry), WindowSource(dataset=HP.dataset), Path(), settings=QUIET, by="me"
+        gate.registry,
+        require_champion(gate.registry),
+        WindowSource(dataset=HP.dataset),
+        Path(),
+        settings=QUIET,
+        by="me",
     )
     limit = sidecar_of(runs["f1"])["threshold"]
     predicted = np.where(score(runs["f1"], rows) >= limit, "yes", "no")

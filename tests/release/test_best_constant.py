@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flyte_ddp.objectives import HIGHER, Classification, Facts, Multilabel, Objective
 from flyte_ddp.release.checks import check_above_constant, compare_evaluations
-from flyte_ddp.release.evaluation import Evaluation, evaluate_constant
+from flyte_ddp.release.evaluation import Evaluation, evaluate_best_constant
 
 N, CLASSES = 400, ("no", "yes")
 
@@ -66,9 +66,9 @@ def test_a_model_that_never_names_the_rare_class_is_judged_by_its_auroc() -> Non
     assert check.reason.startswith("the best constant answer has own 0.5, and the model has 0.")
     pair = compare_evaluations(better, good)
     assert pair.difference == pytest.approx(better.score - good.score, abs=0.003)
-    assert pair.p_value() < 0.001
+    assert pair.p_value_of_gain() < 0.001
     assert pair.p_value_of_loss() > 0.99
-    assert compare_evaluations(evaluate(objective, *logits_of(1.4, seed=1)), good).p_value() > 0.05
+    assert compare_evaluations(evaluate(objective, *logits_of(1.4, seed=1)), good).p_value_of_gain() > 0.05
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_the_best_constant_answer_of_a_measure(
     function: Callable[..., float], by_scores: bool, expected: float
 ) -> None:
     objective = measured_by(function, by_scores=by_scores)(Facts(CLASSES))
-    found = evaluate_constant(evaluate(objective, *logits_of(2.0)))
+    found = evaluate_best_constant(evaluate(objective, *logits_of(2.0)))
     assert found is not None
     assert found.score == pytest.approx(expected)
 
@@ -94,7 +94,7 @@ def test_the_best_constant_answer_of_several_labels_names_them_all() -> None:
     objective, random = Multilabel(Facts(("a", "b"), (2,))), np.random.default_rng(0)
     truth = torch.from_numpy((random.random((N, 2)) < (0.3, 0.1)).astype(np.float32))
     model = evaluate(objective, truth * 8 - 6 + torch.from_numpy(random.normal(size=(N, 2))), truth)
-    constant = evaluate_constant(model)
+    constant = evaluate_best_constant(model)
     assert constant is not None
     assert constant.score == pytest.approx(metrics.f1_score(truth, np.ones((N, 2)), average="macro"))
     assert check_above_constant(model, 0.03).passed

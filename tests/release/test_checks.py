@@ -12,7 +12,7 @@ from sidecars import TINY, make_sidecar
 from benchmarks.simulated_models import Correct, answers
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.objectives import Classification, Facts
-from flyte_ddp.release import checks
+from flyte_ddp.release import checks, vetoes
 from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.slices import group_by_slice
@@ -30,7 +30,7 @@ def check_classes(
     one, other = (answers(correct, labels, len(names)) for correct in (challenger, champion))
     parts = {name: np.flatnonzero(labels == place) for place, name in enumerate(names)}
     pairs = {name: checks.compare_evaluations(one, other, part) for name, part in parts.items()}
-    return checks.check_parts_not_worse("class", pairs, Policy(**policy))
+    return vetoes.check_parts_not_worse("class", pairs, Policy(**policy))
 
 
 def test_a_class_that_loses_is_a_veto_that_names_it() -> None:
@@ -52,7 +52,7 @@ def test_a_class_that_loses_is_a_veto_that_names_it() -> None:
 def test_no_p_value_is_0() -> None:
     """Of 1,200 samples gained and none lost it is 2**-1200, which no float holds."""
     pair = compare_scores(np.ones(1200), np.zeros(1200), "accuracy")
-    assert pair.p_value() == 0
+    assert pair.p_value_of_gain() == 0
     found = checks.check_superior(pair, 0.05)
     assert found.passed
     assert found.shown == "p < 1e-300"
@@ -110,7 +110,7 @@ def test_a_rise_counts_where_it_is_large_and_no_chance() -> None:
 
     def rises(after: np.ndarray, before: np.ndarray, limit: float) -> bool:
         pair = (SimpleNamespace(columns={"nll": torch.from_numpy(values)}) for values in (after, before))
-        return not checks.check_likelihood(*pair, Policy(nll_rise=limit)).passed
+        return not vetoes.check_likelihood(*pair, Policy(nll_rise=limit)).passed
 
     assert rises(before + 0.1, before, 0.05)
     assert not rises(before + 0.01, before, 0.05), "small"

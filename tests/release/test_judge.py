@@ -23,9 +23,9 @@ from flyte_ddp.datasets import image_arrays, open_arrays
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.datasets.prepared_set import PreparedSet
 from flyte_ddp.predict.prediction_batches import SavedModel
-from flyte_ddp.release import judge
+from flyte_ddp.release import champion, judge
 from flyte_ddp.release.evaluation import Evaluation, evaluate_split
-from flyte_ddp.release.page import write_page
+from flyte_ddp.release.page import write_verdict_page
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.promotion import load_champion, promote_version, roll_back_champion, store_version
 from flyte_ddp.release.registry import Entry, Registry
@@ -123,7 +123,7 @@ def test_a_look_at_the_champion_itself(gate: DigitsGate) -> None:
         f"this model is the champion, with accuracy {100 * found.verdict.challenger_score:.2f}"
     )
     assert found.verdict.challenger_score == pytest.approx(gate.runs["good"].test_accuracy)
-    assert write_page(found, "digits", gate.folder / "page.html").read_text().count("<svg") == 1
+    assert write_verdict_page(found, "digits", gate.folder / "page.html").read_text().count("<svg") == 1
     verdict = gate.judge("weak", may_promote=False).verdict
     assert verdict.look == 0
     assert verdict.alpha == pytest.approx(0.05 * 6 / math.pi**2), "as of a first look"
@@ -131,7 +131,7 @@ def test_a_look_at_the_champion_itself(gate: DigitsGate) -> None:
     elsewhere = Registry(str(gate.folder / "elsewhere"), "digits")
     found = gate.judge("good", registry=elsewhere, may_promote=False)
     assert found.verdict.describe().startswith("would be promoted: there is no champion yet")
-    assert "digits: Would be promoted" in write_page(found, "digits", gate.folder / "page.html").read_text()
+    assert "digits: Would be promoted" in write_verdict_page(found, "digits", gate.folder / "page.html").read_text()
 
 
 def test_useless_weights_are_kept_back(gate: DigitsGate) -> None:
@@ -146,7 +146,7 @@ def test_a_first_model_whose_logits_are_no_numbers(gate: DigitsGate) -> None:
     """It is not exported, but its verdict says how many samples it was judged on."""
     model = gate.alter(lambda weights, _: [tensor.fill_(math.nan) for tensor in weights.values()])
     first = gate.judge(model, exports=gate.folder / "exports")
-    page = write_page(first, "digits", gate.folder / "page.html").read_text()
+    page = write_verdict_page(first, "digits", gate.folder / "page.html").read_text()
     assert "<span>Challenger</span>" in page
     assert "<h1>digits: No champion yet</h1>" in page
     assert first.verdict.describe() == "there is no champion yet: sample 0 gives NaN or infinity"
@@ -166,9 +166,9 @@ def test_a_champion_that_cannot_be_evaluated(gate: DigitsGate, gone: str, monkey
         def failing(model: SavedModel, split: PreparedSet, **options: Any) -> Evaluation:
             return evaluate_split(model, split, **options) if model.digest != entry.version else 1 / 0  # type: ignore[return-value]
 
-        monkeypatch.setattr(judge, "evaluate_split", failing)
+        monkeypatch.setattr(champion, "evaluate_split", failing)
     else:
-        Path(gate.registry.at("versions", entry.version, gone)).unlink()
+        Path(gate.registry.address_of("versions", entry.version, gone)).unlink()
     # The export, which a person who promotes the model needs, is a matter of one kind of failure.
     exports = gate.folder / "exports" if gone == "model.pt" else None
     verdict = gate.judge("good", exports=exports).verdict
@@ -176,7 +176,7 @@ def test_a_champion_that_cannot_be_evaluated(gate: DigitsGate, gone: str, monkey
     said = (
         "ZeroDivisionError: division by zero"
         if gone == "its answers"
-        else f"{gate.registry.at('versions', entry.version, 'model.pt')}: is missing"
+        else f"{gate.registry.address_of('versions', entry.version, 'model.pt')}: is missing"
     )
     assert verdict.reason.startswith(f"version {entry.version[:12]} cannot be evaluated: {said}")
     assert ("in failing" in capfd.readouterr().err) == (gone == "its answers")
@@ -194,7 +194,7 @@ def test_an_outage_is_no_verdict(gate: DigitsGate, monkeypatch: pytest.MonkeyPat
     def failing(*_: object) -> None:
         raise UnreachableError("HTTP 503")
 
-    monkeypatch.setattr(judge, "download_version", failing)
+    monkeypatch.setattr(champion, "download_version", failing)
     with pytest.raises(UnreachableError, match="HTTP 503"):
         gate.release("good")
 
@@ -208,7 +208,8 @@ def test_both_models_may_meet_as_many_undecodable_images(gate: DigitsGate, monke
         allowed.append(model.bad_samples)
         return evaluate_split(model, split, **options)
 
-    monkeypatch.setattr(judge, "evaluate_split", counting)
+    for module in (judge, champion):
+        monkeypatch.setattr(module, "evaluate_split", counting)
     gate.judge(gate.alter(lambda _, sidecar: sidecar["hyperparameters"].update(bad_samples=3)))
     assert allowed == [3, 3]
 
@@ -268,7 +269,7 @@ def test_another_test_split_judges_anew(gate: DigitsGate) -> None:
     assert (first.look, second.look, second.samples) == (2, 1, 200)
     lacking = gate.change_data("lacking", open_arrays(gate.data).test_targets != 4)
     found = gate.judge("weak", lacking)
-    assert {row.name for row in found.parts["class"]} == {*"012356789"}
+    assert {row.name for row in found.part_checks["class"]} == {*"012356789"}
 
 
 def test_a_slice_that_loses(gate: DigitsGate) -> None:
@@ -304,7 +305,7 @@ def test_not_worse_looks_at_the_best_version_ever(gate: DigitsGate) -> None:
     assert (verdict.promotes, verdict.best) == (True, good.version), verdict.reason
     verdict = gate.judge("other").verdict
     assert (verdict.promotes, verdict.best) == (True, good.version), "one night under superior resets no anchor"
-    shutil.rmtree(gate.registry.at("versions", good.version))
+    shutil.rmtree(gate.registry.address_of("versions", good.version))
     verdict = gate.judge("other", policy=lenient).verdict
     assert verdict.decision == "no_comparison"
     assert verdict.reason.startswith(f"version {good.version[:12]} cannot be evaluated")

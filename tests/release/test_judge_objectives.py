@@ -15,7 +15,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.text.formatting import format_measure
 from flyte_ddp.datasets import fetch
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
-from flyte_ddp.release.page import describe_reason, write_page
+from flyte_ddp.release.page import describe_reason, write_verdict_page
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.promotion import promote_version, store_version
 from flyte_ddp.release.registry import Registry
@@ -51,7 +51,7 @@ def test_models_of_several_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     found = gate.judge("weak")
     assert (found.verdict.decision, found.verdict.look) == ("keep", 3)
-    assert {row.name for row in found.parts["label"]} == {*gate_tasks.QUARTERS}
+    assert {row.name for row in found.part_checks["label"]} == {*gate_tasks.QUARTERS}
     assert found.champion is not None
     assert found.challenger is not None
     lost = np.argsort(found.challenger.scores - found.champion.scores)[:40]
@@ -90,7 +90,7 @@ def test_both_models_are_compared_by_the_challengers_measure(tmp_path: Path) -> 
         assert np.mean(evaluation.scores) == pytest.approx(score, rel=0.05), "pseudo-values of the same measure"
     assert "average precision better by" in verdict.reason
 
-    page = Page(write_page(found, "rare", tmp_path / "page.html").read_text())
+    page = Page(write_verdict_page(found, "rare", tmp_path / "page.html").read_text())
     [curve] = [inside for tag, found, inside in page.elements if found.get("aria-label") == "precision against recall"]
     assert {"Challenger", "Champion"} <= {text.strip() for text in curve}, "both in one chart"
     [said] = page.texts("div", class_="head good" if verdict.promotes else "head ")
@@ -98,7 +98,7 @@ def test_both_models_are_compared_by_the_challengers_measure(tmp_path: Path) -> 
     truth = found.challenger.columns["truth"].numpy()
     assert page.tiles()["Best constant answer"][0] == format_measure("average_precision", float(truth.mean()))
     verdict.constant_score = None
-    page = Page(write_page(found, "rare", tmp_path / "page.html").read_text())
+    page = Page(write_verdict_page(found, "rare", tmp_path / "page.html").read_text())
     assert "Best constant answer" not in page.tiles()
 
 

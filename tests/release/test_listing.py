@@ -134,7 +134,7 @@ measures    accuracy 95.00 %, loss 0.2500
 trained on  digits, data dddddddddddd
 with        epochs=3, seed=7
 releases    torch 2.15.0
-folder      {registry.at("versions", TWO)}
+folder      {registry.address_of("versions", TWO)}
 
 check                             value
 finite                    passes  0 samples (must be: none)
@@ -151,7 +151,7 @@ superior to the champion  fails   p = 0.3 (must be: p at most 0.0304): chance
 
 @in_a_folder
 def test_what_was_altered_is_named_and_the_rest_is_shown(registry: Registry, address: str) -> None:
-    verdict = Path(registry.at("versions", TWO, "verdict.json"))
+    verdict = Path(registry.address_of("versions", TWO, "verdict.json"))
     verdict.write_text("{}")
     said = "verdict.json: is missing, damaged or was altered"
     assert said in call("show", "digits", TWO, "--registry", address)[1]

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from flyte_ddp.objectives import Classification, Facts
 from flyte_ddp.objectives.classification import split_logits
 from flyte_ddp.predict.sample_columns import compute_class_columns
-from flyte_ddp.release.evaluation import Evaluation, evaluate_constant
+from flyte_ddp.release.evaluation import Evaluation, evaluate_best_constant
 
 N, CLASSES = 8000, 1000
 OBJECTIVE = Classification(Facts(tuple(f"class {number}" for number in range(CLASSES)), select_by="f1"))
@@ -88,7 +88,7 @@ def test_a_part_that_is_not_finite_is_found(logits: Tensor, truth: Tensor) -> No
 def test_a_judgement_makes_no_tensor_as_large_as_a_batch(logits: Tensor, truth: Tensor) -> None:
     with LargestTensor(logits) as largest:
         found = evaluate(logits, truth)
-        evaluate_constant(found)
+        evaluate_best_constant(found)
         compute_class_columns(logits, OBJECTIVE)
     assert logits.nbytes / 100 < largest.bytes < logits.nbytes / 20
 

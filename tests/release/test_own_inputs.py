@@ -20,11 +20,11 @@ from training_runs import train_in
 from flyte_ddp import Hyperparameters, Table, UserError, fetch, split_by_id
 from flyte_ddp.objectives import Classification, Facts
 from flyte_ddp.predict.prediction_batches import SavedModel, reorder_targets
-from flyte_ddp.release import checks
+from flyte_ddp.release import checks, vetoes
 from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.policy import COMPARE, Policy
 from flyte_ddp.release.registry import Registry
-from flyte_ddp.release.samples import match_once
+from flyte_ddp.release.samples import match_samples
 from flyte_ddp.release.task import Task
 from flyte_ddp.run import Result
 
@@ -270,7 +270,7 @@ def test_equal_weights_with_another_fit_are_not_the_champion(
 
 def test_samples_are_matched_where_they_are_unique() -> None:
     """Of rows that occur twice nobody knows which is which; an id on both sides names no sample."""
-    then, now = match_once(np.array([5, 3, 3, 9, 7], np.uint64), np.array([9, 9, 3, 5, 1], np.uint64))
+    then, now = match_samples(np.array([5, 3, 3, 9, 7], np.uint64), np.array([9, 9, 3, 5, 1], np.uint64))
     assert (then.tolist(), now.tolist()) == ([0], [3])
 
 
@@ -287,12 +287,12 @@ def test_a_class_is_compared_by_what_is_right(measure: str) -> None:
     truth = [1] * 40 + [0] * 60
     champion = of_scores(truth, [0.9] * 40 + [0.9] * 30 + [0.1] * 30, measure)
     challenger = of_scores(truth, [0.9] * 20 + [0.1] * 20 + [0.1] * 60, measure)
-    pair = checks.compare_part(challenger, champion, np.arange(40))
+    pair = vetoes.compare_part(challenger, champion, np.arange(40))
     assert (pair.gained, pair.lost, pair.difference) == (0, 20, -0.5)
-    check, _ = checks.check_parts_not_worse("class", {"yes": pair}, Policy())
+    check, _ = vetoes.check_parts_not_worse("class", {"yes": pair}, Policy())
     assert not check.passed
-    assert checks.is_decision(challenger.objective)
-    assert not checks.is_decision(of_scores(truth, [0.9] * 100, "auroc").objective)
+    assert vetoes.is_judged_by_predictions(challenger.objective)
+    assert not vetoes.is_judged_by_predictions(of_scores(truth, [0.9] * 100, "auroc").objective)
 
 
 def test_another_positive_class_is_another_task() -> None:

@@ -123,8 +123,8 @@ def test_what_was_kept_and_is_promoted_later_has_both_verdicts(registry: Registr
     contents = {name: registry.read_version_file(champion, name) for name in champion.files}
     assert json.loads(contents["verdict.json"])["decision"] == "promote"
     assert contents["model.onnx"] == b"exported now"
-    assert not Path(registry.at(champion.folder, "model.pt")).exists(), "weights are stored once"
-    assert json.loads(storage.read_file(registry.at(kept.folder, "verdict.json")))["decision"] == "keep"
+    assert not Path(registry.address_of(champion.folder, "model.pt")).exists(), "weights are stored once"
+    assert json.loads(storage.read_file(registry.address_of(kept.folder, "verdict.json")))["decision"] == "keep"
     assert "model.onnx" not in registry.read_version(kept.name, kept.manifest).files
 
 
@@ -152,21 +152,21 @@ def test_a_gap_in_the_log_is_promoted_over_by_nobody(local: Registry, tmp_path: 
     apply_verdict(local, *stored(local, one), by="x")
     late = stored(local, three, log_number=1)
     apply_verdict(local, *stored(local, two, log_number=1), by="y")
-    Path(local.at("log", "00000001.json")).unlink()
+    Path(local.address_of("log", "00000001.json")).unlink()
     with pytest.raises(UserError, match=r"model/log/00000001.json is missing"):
         apply_verdict(local, *late, by="z")
-    for entry in Path(local.at("log")).iterdir():
+    for entry in Path(local.address_of("log")).iterdir():
         entry.unlink()
     with pytest.raises(UserError, match=r"model/log/00000001.json is missing; restore it"):
         apply_verdict(local, *late, by="z")
-    assert not [*Path(local.at("log")).iterdir()]
+    assert not [*Path(local.address_of("log")).iterdir()]
 
 
 @pytest.mark.parametrize("file", ["model.pt", "manifest.json"])
 def test_an_altered_version_is_named(file: str, local: Registry, tmp_path: Path) -> None:
     apply_verdict(local, *stored(local, trained(tmp_path / "trained")), by="x")
     version = local.read_log()[0].version
-    path = Path(local.at("versions", version, file))
+    path = Path(local.address_of("versions", version, file))
     path.write_bytes(path.read_bytes() + b" ")
     said = (
         f"{version}: the manifest.json with the SHA-256 .* altered"
@@ -191,13 +191,13 @@ def test_a_person_can_promote_only_what_is_whole(local: Registry, tmp_path: Path
     names = store_all(local, tmp_path, "one", "two")
     for name in names:
         promote_version(local, name, "why", by="me")
-    Path(local.at("versions", names[0], "page.html")).write_text("altered")
+    Path(local.address_of("versions", names[0], "page.html")).write_text("altered")
     for said in (r"page.html: is missing, damaged or was altered; restore it", r"model.pt: is missing, damaged or"):
         with pytest.raises(UserError, match=said):
             promote_version(local, names[0], "why", by="me")
         with pytest.raises(UserError, match=said):
             roll_back_champion(local, "why", by="me")
-        Path(local.at("versions", names[0], "model.pt")).unlink(missing_ok=True)
+        Path(local.address_of("versions", names[0], "model.pt")).unlink(missing_ok=True)
     assert len(local.read_log()) == 2
 
 
@@ -234,15 +234,15 @@ def test_a_version_is_known_by_its_first_digits(registry: Registry, tmp_path: Pa
     given = (names[0][:12], names[1][:40].upper(), f" {names[0]}\n", f"{names[1][:12]} ")
     for version, expected in zip(given, (*names, *names), strict=True):
         assert promote_version(registry, version, "why", by="me").version == expected
-    assert promote_version(registry, names[0][:12], "why", by="once", once=True).number == 5
-    assert promote_version(registry, names[0][:12], "why", by="once", once=True).number == 5
+    assert promote_version(registry, names[0][:12], "why", by="once", idempotent=True).number == 5
+    assert promote_version(registry, names[0][:12], "why", by="once", idempotent=True).number == 5
 
 
 def test_digits_of_two_versions_are_refused(local: Registry) -> None:
     """No two digests of real files begin with the same twelve digits."""
     names = ["a" * 12 + end * 52 for end in "bc"]
     for name in names:
-        Path(local.at("versions", name)).mkdir(parents=True)
+        Path(local.address_of("versions", name)).mkdir(parents=True)
     with pytest.raises(UserError, match=f"matches {names[0]} and {names[1]}; give more"):
         promote_version(local, "a" * 12, "why", by="me")
     with pytest.raises(UserError, match=f"no complete version {names[1]} .*manifest.json is missing"):
@@ -285,17 +285,17 @@ def test_a_pod_that_tries_again_decides_once(registry: Registry, tmp_path: Path)
     """An execution wants something once: what an earlier try of it has written is its own."""
     names = store_all(registry, tmp_path, "one", "two", "three")
     for name in names:
-        first = promote_version(registry, name, "why", by=f"p/d/{name}", once=True)
-        assert promote_version(registry, name, "why", by=f"p/d/{name}", once=True) == first
-    back = roll_back_champion(registry, "why", by="p/d/back", once=True)
-    assert roll_back_champion(registry, "why", by="p/d/back", once=True) == back
+        first = promote_version(registry, name, "why", by=f"p/d/{name}", idempotent=True)
+        assert promote_version(registry, name, "why", by=f"p/d/{name}", idempotent=True) == first
+    back = roll_back_champion(registry, "why", by="p/d/back", idempotent=True)
+    assert roll_back_champion(registry, "why", by="p/d/back", idempotent=True) == back
     assert back.version == names[1]
-    promote_version(registry, names[0], "by somebody else in between", by="p/d/else", once=True)
-    assert roll_back_champion(registry, "why", by="p/d/back", once=True) == back
-    assert promote_version(registry, names[2], "why", by=f"p/d/{names[2]}", once=True).number == 3
+    promote_version(registry, names[0], "by somebody else in between", by="p/d/else", idempotent=True)
+    assert roll_back_champion(registry, "why", by="p/d/back", idempotent=True) == back
+    assert promote_version(registry, names[2], "why", by=f"p/d/{names[2]}", idempotent=True).number == 3
     with pytest.raises(UserError, match="already the champion"):
-        promote_version(registry, names[0], "another model than before", by=f"p/d/{names[2]}", once=True)
-    assert roll_back_champion(registry, "why", by="p/d/another", once=True).version == names[1]
+        promote_version(registry, names[0], "another model than before", by=f"p/d/{names[2]}", idempotent=True)
+    assert roll_back_champion(registry, "why", by="p/d/another", idempotent=True).version == names[1]
     assert len(registry.read_log()) == 6
 
 
@@ -310,18 +310,18 @@ def test_other_weights_and_other_classes_are_refused(local: Registry, tmp_path: 
 
 
 def test_looks_are_numbered_and_the_same_two_models_have_one(registry: Registry) -> None:
-    numbers = [registry.claim_look("t", pair, "champion", "superior") for pair in ("a", "b", "a", "c")]
+    numbers = [registry.register_look("t", pair, "champion", "superior") for pair in ("a", "b", "a", "c")]
     assert numbers == [1, 2, 1, 3]
-    assert registry.claim_look("another test split", "a", "champion", "superior") == 1
-    assert registry.claim_look("t", "a", "another champion", "superior") == 4
-    assert registry.claim_look("t", "a", "champion", "not_worse 0.05") == 5, "another test is another look"
+    assert registry.register_look("another test split", "a", "champion", "superior") == 1
+    assert registry.register_look("t", "a", "another champion", "superior") == 4
+    assert registry.register_look("t", "a", "champion", "not_worse 0.05") == 5, "another test is another look"
 
 
 def test_judges_at_the_same_time_have_a_look_each(local: Registry) -> None:
     """Also one who was killed before it had written down which: no look is two judges'."""
 
     def look(pair: int) -> int:
-        return local.claim_look("t", f"pair {pair}", "champion", "superior")
+        return local.register_look("t", f"pair {pair}", "champion", "superior")
 
     with ThreadPoolExecutor(4) as pool:
         assert sorted(pool.map(look, range(20))) == [*range(1, 21)]

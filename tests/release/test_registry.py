@@ -73,7 +73,7 @@ def test_a_lost_entry_stops_promotions_and_no_prediction(gone: int, three: Regis
 )
 def test_what_was_altered_is_named(name: str, content: str, of_champion: str, said: str, three: Registry) -> None:
     """By promotions all of it; by who reads the champion only what that one has to read."""
-    last, path = three.read_champion(), Path(three.at(name))
+    last, path = three.read_champion(), Path(three.address_of(name))
     path.write_text(content or path.read_text().replace("why not", "because"))
     with pytest.raises(ValueError, match=said):
         three.read_log()

@@ -23,17 +23,18 @@ from flyte_ddp.objectives import (
     Segmentation,
     make_objective,
 )
-from flyte_ddp.release.checks import check_parts_not_worse, compare_evaluations, compare_labels
+from flyte_ddp.release.checks import compare_evaluations
 from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.scores import (
-    needs_calls,
+    needs_call_per_sample,
     pseudo_values_by_calls,
+    pseudo_values_by_formula,
     pseudo_values_of_auroc,
     pseudo_values_of_ratios,
-    score_parts,
 )
 from flyte_ddp.release.statistics import NUMBERS, POINTS, ScoreDifferences, compare_scores
+from flyte_ddp.release.vetoes import check_parts_not_worse, compare_labels
 
 LABELS = ("sun", "sea", "fog")
 N = 60
@@ -111,7 +112,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_scores_are_pseudo_values_of_the_main_measure(case: str) -> None:
     objective, make = CASES[case]
-    assert not needs_calls(objective)
+    assert not needs_call_per_sample(objective)
     found = evaluate(objective, *make(np.random.default_rng(0), 1.0))
     name, everything = objective.main_measure, torch.arange(N)
     without = np.array(
@@ -122,12 +123,12 @@ def test_scores_are_pseudo_values_of_the_main_measure(case: str) -> None:
     )
     np.testing.assert_allclose(found.scores, N * found.score - (N - 1) * without, rtol=1e-9)
     assert found.score == found.measures[name]
-    np.testing.assert_allclose(score_parts(objective, found.columns).mean(axis=1), found.scores)
+    np.testing.assert_allclose(pseudo_values_by_formula(objective, found.columns).mean(axis=1), found.scores)
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_main_measures_of_built_in_objectives_need_no_calls(name: str) -> None:
-    assert not needs_calls(make_objective(name, Facts(LABELS, (3,)), {}))
+    assert not needs_call_per_sample(make_objective(name, Facts(LABELS, (3,)), {}))
 
 
 def test_scores_of_numbers_are_squared_errors() -> None:
@@ -188,7 +189,7 @@ def test_the_same_scores_are_counts_or_differences() -> None:
     counts = compare_scores(mine * 1.0, theirs * 1.0, "accuracy")
     scores = ScoreDifferences(counts.values, "accuracy", NUMBERS)
     assert counts.unit == POINTS
-    assert counts.p_value() == pytest.approx(scores.p_value(), rel=1e-12)
+    assert counts.p_value_of_gain() == pytest.approx(scores.p_value_of_gain(), rel=1e-12)
     assert counts.p_value_of_loss() == pytest.approx(scores.p_value_of_loss(), rel=1e-12)
     errors = compare_scores(np.array([-1.0, -3.0]), np.array([-2.0, -3.0]), "loss", is_loss=True)
     assert errors.describe() == "loss better by 20.00 %: 1 sample better and 0 worse of 2"
@@ -205,7 +206,7 @@ def test_a_label_that_loses_is_named() -> None:
     check, rows = check_parts_not_worse("label", compare_labels(LABELS, challenger, champion), Policy())
     assert [row.name for row in rows if not row.passed] == ["sea"]
     assert check.reason.startswith("label 'sea' loses: F1 worse by 0.")
-    assert compare_evaluations(challenger, champion).p_value() > 0.99
+    assert compare_evaluations(challenger, champion).p_value_of_gain() > 0.99
     same = evaluate(Classification(Facts(("a", "b"))), torch.eye(2).repeat(30, 1), torch.arange(N) % 2)
     assert compare_labels("ab", same, same) == {}
 

@@ -11,7 +11,7 @@ from scipy import stats
 
 from flyte_ddp.release.sign_flip import (
     STEPS,
-    find_unit,
+    choose_unit,
     lower_bound_by_sign_flips,
     p_value_of_integers,
     sign_flip_p_value,
@@ -62,7 +62,7 @@ def test_it_counts_all_signs(kind: str, samples: int) -> None:
             assert p == pytest.approx(p_value_of_all_signs(differences, total - 1e-9), rel=1e-12)
         else:
             nonzero = differences[differences != 0]
-            rounded = np.rint(nonzero / find_unit(nonzero, STEPS))
+            rounded = np.rint(nonzero / choose_unit(nonzero, STEPS))
             assert p == pytest.approx(p_value_of_all_signs(rounded, rounded.sum()), rel=1e-12)
             off = math.sqrt(len(nonzero) * (nonzero**2).sum()) / STEPS
             highest, lowest = (p_value_of_all_signs(differences, total + sign * off) for sign in (-1, 1))
@@ -74,7 +74,7 @@ def test_small_p_values_have_as_many_digits(quantile: float) -> None:
     """A grid that is 8 times finer gives p-values that differ by about 0.03 % times the normal quantile."""
     differences = np.random.default_rng(2).lognormal(0, 1, 500)
     differences -= differences.mean() - quantile * differences.std() / math.sqrt(500)
-    fine = np.rint(differences / find_unit(differences, 8 * STEPS)).astype(np.int64)
+    fine = np.rint(differences / choose_unit(differences, 8 * STEPS)).astype(np.int64)
     assert sign_flip_p_value(differences) == pytest.approx(p_value_of_integers(fine), rel=0.001 * quantile)
 
 

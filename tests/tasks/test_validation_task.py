@@ -99,7 +99,7 @@ def test_a_change_is_printed_whatever_shows_progress_and_a_policy_may_forbid_it(
 
 def test_a_gap_in_the_log_is_refused_before_training(registry: Registry, tmp_path: Path) -> None:
     make_champion(registry, PROFILE.to_json())
-    Path(registry.at("log", "00000001.json")).rename(registry.at("log", "00000002.json"))
+    Path(registry.address_of("log", "00000001.json")).rename(registry.address_of("log", "00000002.json"))
     with pytest.raises(UserError, match=r"pets/log/00000001.json is missing"):
         validate(tmp_path)
 

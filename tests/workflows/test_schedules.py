@@ -115,7 +115,7 @@ def test_a_wrong_entry_is_refused_by_its_name(tmp_path: Path, entries: str, said
 def test_an_address_has_fields_of_the_time_and_percent_signs(tmp_path: Path) -> None:
     entry = "- {name: a, workflow: monitor_wf, model_name: x, window: {table: 's3://b/my%%20data/%Y%m%d/%%%j'}}"
     [watch] = read(tmp_path, entry)
-    filled = watch.inputs()["window"].at(datetime(2026, 11, 28, tzinfo=UTC))
+    filled = watch.inputs()["window"].fill_in_time(datetime(2026, 11, 28, tzinfo=UTC))
     assert filled.table == "s3://b/my%20data/20261128/%332"
 
 
