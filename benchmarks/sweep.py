@@ -23,7 +23,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.settings import Settings
 from flyte_ddp.datasets import fetch
 from flyte_ddp.run import run_training_fraction
-from flyte_ddp.sweep.halving import TrialResult, pick_winner, rank_trials, read_rung
+from flyte_ddp.sweep.halving import TrialResult, pick_winner, rank_trials, read_run_progress
 from flyte_ddp.sweep.space import ETA, Sweep, draw_trials
 
 TRIALS, RUNGS, ORDERS, NEAR = 27, 4, 200, 1.01
@@ -59,7 +59,7 @@ def measure(options: Options) -> Result:
             for number, trial in enumerate(draw_trials(sweep, hp, {})):
                 folder = options.folder / f"{name}{len(varied)}-{number}"
                 order = {"hp": trial.to_dict(), "data": str(data), "folder": str(folder)}
-                measured = call("benchmarks.sweep:measure_rungs", order, sweep.list_parts())
+                measured = call("benchmarks.sweep:measure_rungs", order, sweep.list_divisors())
                 found.append(
                     [TrialResult(number, trial, "", steps_divisor, **each) for steps_divisor, each in measured]
                 )
@@ -78,7 +78,7 @@ def measure_rungs(order: dict[str, Any], parts: list[int]) -> list[tuple[int, di
         run_training_fraction(
             hp, Path(order["data"]), folder, steps_divisor, Settings(progress="off", wandb_mode="disabled")
         )
-        found.append((steps_divisor, vars(read_rung(folder, hp))))
+        found.append((steps_divisor, vars(read_run_progress(folder, hp))))
     return found
 
 

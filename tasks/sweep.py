@@ -87,7 +87,7 @@ def search(hp: Hyperparameters, sweep: Sweep, data: FlyteDirectory, data_version
     planned = plan(done=[], trials=[], results=[])
     # A local run has no retries by Flyte, so a machine's failure must end it.
     rung = map_task(partial(run_rung, data=data), min_success_ratio=SOME if is_in_pod() else 1.0)
-    for _ in range(sweep.count_rungs()):
+    for _ in range(sweep.count_trial_groups()):
         results = rung(trial=planned.trials)
         planned = plan(done=planned.done, trials=planned.trials, results=results)
     return planned
@@ -96,10 +96,10 @@ def search(hp: Hyperparameters, sweep: Sweep, data: FlyteDirectory, data_version
 @flyte_task(**pods.registry_pod(), **pods.WITH_DECK)
 def report_sweep(done: List[TrialResult], sweep: Sweep, sidecar: FlyteFile) -> FlyteFile:
     """Write a sweep's page, also as a deck, and the winner's hyperparameters as best.json."""
-    from flyte_ddp.sweep.page import PAGES, write_page
+    from flyte_ddp.sweep.page import PAGES, write_sweep_page
 
     with paths.make_dated_folder("sweep") as folder:
-        page = write_page(sweep, done, Path(sidecar.download()), folder)
+        page = write_sweep_page(sweep, done, Path(sidecar.download()), folder)
     Deck("Sweep", page.read_text(encoding="ascii"))
     paths.print_local_files("sweep done; written to", {folder / name: what for name, what in PAGES.items()})
     return output_file(FlyteFile, page)

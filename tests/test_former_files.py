@@ -18,7 +18,7 @@ from flyte_ddp.core.runs.metrics import (
 )
 from flyte_ddp.release.listing import describe_history, describe_version
 from flyte_ddp.release.registry import Registry
-from flyte_ddp.sweep.halving import Progress, read_progress
+from flyte_ddp.sweep.halving import RungProgress, parse_progress
 
 FOLDER = Path(__file__).with_name("former_files")
 VERSION = "e8b295f60044f0e2e40a0f42ee258d3a7fdab4b267f30dd0738eec9c44f7f5c2"
@@ -57,8 +57,8 @@ def test_the_registry() -> None:
 
 def test_the_stored_result_of_a_rung() -> None:
     text = b'{"step": 3, "steps": 27, "value": 0.5, "higher": false, "curve": [[2, 0.7], [3, 0.5]], "seconds": 1.5}'
-    result = Progress(3, 27, 0.5, higher=False, curve=[[2, 0.7], [3, 0.5]], seconds=1.5)
-    assert read_progress(text, "a file") == result
+    result = RungProgress(3, 27, 0.5, higher=False, curve=[[2, 0.7], [3, 0.5]], seconds=1.5)
+    assert parse_progress(text, "a file") == result
     assert result.to_json_value() == json.loads(text)
     with pytest.raises(ValueError, match=r"a file is damaged; .*value='a': must be a finite number"):
-        read_progress(text.replace(b"0.5,", b'"a",', 1), "a file")
+        parse_progress(text.replace(b"0.5,", b'"a",', 1), "a file")

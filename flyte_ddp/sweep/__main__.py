@@ -12,7 +12,7 @@ from flyte_ddp.pods.paths import print_local_files, resolve_folder
 from flyte_ddp.pods.run_inputs import check_and_identify_run, find_or_fetch_data_set
 from flyte_ddp.run import run_training_fraction
 from flyte_ddp.sweep.halving import TrialResult, pick_winner, plan_rung, run_rung
-from flyte_ddp.sweep.page import PAGES, write_page
+from flyte_ddp.sweep.page import PAGES, write_sweep_page
 from flyte_ddp.sweep.space import Sweep, check_sweep
 
 
@@ -42,7 +42,7 @@ def main(base: BinaryIO, sweep: BinaryIO, output: Path) -> None:
     folder = resolve_folder(winner.run)
     if not is_finished(folder):  # results outlive the folders of runs
         run_training_fraction(winner.hp, data, folder, winner.steps_divisor)
-    write_page(searched, done, folder / SIDECAR, output)
+    write_sweep_page(searched, done, folder / SIDECAR, output)
     print_local_files("sweep done; written to", {output / name: what for name, what in PAGES.items()})
 
 

@@ -34,8 +34,8 @@ from flyte_ddp.sweep.space import ETA, Sweep, draw_trials
 
 
 @dataclass(frozen=True)
-class Progress(JsonRecord):
-    """The results of a trial at the end of a rung, as they are stored."""
+class RungProgress(JsonRecord):
+    """The results of a trial at the end of a rung, as stored in a file."""
 
     step: Count  # steps that are done
     steps: Count  # of the whole run
@@ -70,10 +70,11 @@ class TrialResult(DataClassJsonMixin):
 def plan_rung(sweep: Sweep, base: Hyperparameters, data_version: str, done: Sequence[TrialResult]) -> list[TrialResult]:
     """Return the next trials to train after the trials ``done``, or [] if the last rung is done.
 
-    A sampler that learns from results (tpe) gives the first rung in waves of up to nine trials. If the sweep draws
-    fewer trials than requested, prints the reason.
+    With tpe, the first rung comes in groups of up to nine trials. If the sweep draws fewer trials than requested,
+    prints the reason.
 
     Args:
+        sweep: The settings of the sweep.
         base: The hyperparameters that are not varied.
         data_version: The version of the data, as check_and_identify_run returns it.
         done: The results of all trials of all earlier calls, in the same order, with failed trials.
@@ -81,7 +82,7 @@ def plan_rung(sweep: Sweep, base: Hyperparameters, data_version: str, done: Sequ
     Raises:
         UserError: All trials of a rung have failed, or the hyperparameters' rules reject all trials.
     """
-    parts, fingerprint = sweep.list_parts(), data_version.partition("@")[0].removeprefix("datasets/")
+    parts, fingerprint = sweep.list_divisors(), data_version.partition("@")[0].removeprefix("datasets/")
     first = [each for each in done if each.steps_divisor == parts[0]]
     drawn = draw_trials(sweep, base, {each.hp: each.loss for each in first})
     if new := drawn[len(first) :]:
@@ -106,25 +107,26 @@ def rank_trials(results: Sequence[TrialResult]) -> list[TrialResult]:
     ranked = sorted((each for each in results if each.value is not None), key=lambda each: (each.loss, each.trial))
     if not ranked:
         [(reason, count)] = Counter(each.failed for each in results).most_common(1)
-        share = name_part(results[0].steps_divisor)
+        share = describe_share(results[0].steps_divisor)
         raise UserError(f"no trial has reached {share} of its steps: {count} of {len(results)} failed with: {reason}")
     return ranked
 
 
-def name_part(steps_divisor: int) -> str:
+def describe_share(steps_divisor: int) -> str:
     return f"1/{steps_divisor}" if steps_divisor > 1 else "all"
 
 
 def pick_winner(done: Sequence[TrialResult]) -> TrialResult:
+    """Return the best result among the trials that were trained to the end. Raises UserError if all have failed."""
     return rank_trials([each for each in done if each.steps_divisor == 1])[0]
 
 
 def run_rung(trial: TrialResult, results: str, train: Callable[[Path], object]) -> TrialResult:
     """Train a trial up to the end of its rung by ``train(folder)``, and return the trial with results.
 
-    If the folder or address ``results`` has the trial's results, nothing is trained. Otherwise the results are printed,
-    and stored there unless the trial failed. A trial fails by an error of the user or of the user's code, or when
-    memory runs out. Then the result has the reason, and no exception is raised.
+    Reads the results if the folder or address ``results`` already has them, and trains nothing. Otherwise prints the
+    results, and writes them to ``results`` unless the trial failed. A trial fails by a UserError, by an error of the
+    user's code, or when memory runs out. The returned trial then has the reason, and no exception is raised.
 
     Raises:
         UnreachableError, BusyError: Something cannot be reached, or another process trains the run.
@@ -133,9 +135,9 @@ def run_rung(trial: TrialResult, results: str, train: Callable[[Path], object]) 
     """
     address, start = storage.join_address(results, f"{trial.run}/{trial.steps_divisor}.json"), time.monotonic()
     with suppress(MissingError):
-        return replace(trial, **vars(read_progress(access_result(address, storage.read_file), address)))
+        return replace(trial, **vars(parse_progress(access_storage(address, storage.read_file), address)))
     try:
-        progress = reach_rung(trial, train)
+        progress = train_to_rung(trial, train)
     except (UnreachableError, BusyError):
         raise
     except (UserError, RankError) as error:
@@ -145,26 +147,26 @@ def run_rung(trial: TrialResult, results: str, train: Callable[[Path], object]) 
     else:
         progress = replace(progress, seconds=time.monotonic() - start)
         content = json.dumps(progress.to_json_value()).encode()
-        access_result(address, lambda to: storage.write_file(to, content))
+        access_storage(address, lambda to: storage.write_file(to, content))
         result = replace(trial, **vars(progress))
     measure = trial.hp.select_by
     outcome = result.failed or f"validation {name_measure(measure)} {format_measure(measure, result.value)}"
-    text = f"trial {trial.trial}, {name_part(trial.steps_divisor)} of its steps: {outcome}"
+    text = f"trial {trial.trial}, {describe_share(trial.steps_divisor)} of its steps: {outcome}"
     print(text.replace("\N{NO-BREAK SPACE}", " "), flush=True)
     return result
 
 
-def read_progress(content: bytes, address: str) -> Progress:
-    """Return a rung's results in the content of a file. Raises UserError if the content is damaged."""
+def parse_progress(content: bytes, address: str) -> RungProgress:
+    """Parse the content of a file with a rung's results. Raises UserError with the ``address`` if damaged."""
     where = f"{address} is damaged; delete the file to train this trial again"
     try:
-        return Progress.from_json_value(parse_json(content), where)
+        return RungProgress.from_json_value(parse_json(content), where)
     except ValueError as error:
         raise UserError(f"{where}: {error}") from None
 
 
-def access_result(address: str, action: Callable[[str], Any]) -> Any:
-    """Return ``action(address)``, called up to 4 times with pauses of some seconds.
+def access_storage(address: str, action: Callable[[str], Any]) -> Any:
+    """Return ``action(address)``, called up to 4 times with pauses of some seconds if the storage does not answer.
 
     Raises:
         MissingError: The file is missing.
@@ -180,19 +182,21 @@ def access_result(address: str, action: Callable[[str], Any]) -> Any:
         ) from None
 
 
-def reach_rung(trial: TrialResult, train: Callable[[Path], object]) -> Progress:
+def train_to_rung(trial: TrialResult, train: Callable[[Path], object]) -> RungProgress:
     """Train a trial up to the end of its rung, and return the results.
 
-    ``train(folder)`` must stop at the end of the rung. If the run has already passed the rung, trains once more
-    under the name ``<run>-<steps_divisor>``. The value at the rung is needed, not a later value. Afterwards the folder
-    of this second run is deleted. Raises UserError if the value is not finite.
+    ``train(folder)`` must stop at the end of the rung. If the run is already past the rung, the value at the rung is
+    lost. The trial is then trained again in another folder, which is deleted afterwards.
+
+    Raises:
+        UserError: The value is not finite.
     """
     again = f"{trial.run}-{trial.steps_divisor}"
     for name in (trial.run, again):
         folder = resolve_folder(name)
         if not is_finished(folder):
             train(folder)
-        progress = read_rung(folder, trial.hp)
+        progress = read_run_progress(folder, trial.hp)
         if progress.step <= -(-progress.steps // trial.steps_divisor):
             break
     shutil.rmtree(resolve_folder(again), ignore_errors=True)
@@ -201,10 +205,10 @@ def reach_rung(trial: TrialResult, train: Callable[[Path], object]) -> Progress:
     return progress
 
 
-def read_rung(folder: Path, hp: Hyperparameters) -> Progress:
-    """Return the results in the folder of a run that is at the end of a rung, or finished.
+def read_run_progress(folder: Path, hp: Hyperparameters) -> RungProgress:
+    """Return the results of a run that has stopped at the end of a rung, or is finished.
 
-    The value is NaN if it is not finite. Raises UserError if a file of the run is damaged.
+    A value that is not finite becomes NaN. Raises UserError if a file of the run is damaged.
     """
     finished = is_finished(folder)
     run = Run(folder if finished else folder / UNFINISHED)
@@ -215,7 +219,7 @@ def read_rung(folder: Path, hp: Hyperparameters) -> Progress:
         result = RungResult.from_json_value(parse_json(path.read_bytes()), f"{path} is damaged")
         step, value = result.step, result.value
         curve.setdefault(step, value)
-    return Progress(
+    return RungProgress(
         step=step,
         steps=run.start.steps,
         value=math.nan if value is None else value,

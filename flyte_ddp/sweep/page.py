@@ -9,8 +9,8 @@ from flyte_ddp.core.text.formatting import format_duration, format_measure, form
 from flyte_ddp.core.text.sections import Table
 from flyte_ddp.report import figures
 from flyte_ddp.report.page import render_template, write_html
-from flyte_ddp.sweep.halving import TrialResult, name_part, pick_winner
-from flyte_ddp.sweep.space import Sweep, list_values
+from flyte_ddp.sweep.halving import TrialResult, describe_share, pick_winner
+from flyte_ddp.sweep.space import Sweep, flatten_hyperparameters
 
 PAGES = {"sweep.html": "all trials, to open in a browser", "best.json": "the winner's hyperparameters, for --hp"}
 GREYS = ("#5d6878", "#8791a0", "#adb5c1", "#ced4dc")  # of trials left behind, the furthest trials first
@@ -18,17 +18,17 @@ RANKS = "Spearman's rank correlation between a rung and the next, over the trial
 MISLEAD = " With schedule=one_cycle early rungs are misleading, because they end before the learning rate falls."
 
 
-def write_page(sweep: Sweep, done: Sequence[TrialResult], sidecar: Path, folder: Path) -> Path:
+def write_sweep_page(sweep: Sweep, done: Sequence[TrialResult], sidecar: Path, folder: Path) -> Path:
     """Write ``sweep.html`` and ``best.json`` into an existing folder, and return the path of the HTML page.
 
-    Replaces existing files. ``done`` are the results of all rungs. ``sidecar`` is the sidecar of the winner's model,
-    with measures on the test split. Raises UserError if no trial has reached the end.
+    Replaces existing files. ``best.json`` has the winner's hyperparameters. ``done`` are the results of all rungs.
+    ``sidecar`` is the path of the winner's model.json. Raises UserError if no trial has reached the end.
     """
     last, winner = {each.trial: each for each in done}, pick_winner(done)  # the last result of each trial
     # Trials that came equally far are ordered by value, the best first.
     ordered = sorted(last.values(), key=lambda each: (each.steps_divisor, each.value is None, each.loss or 0.0))
     names = [dimension.name for dimension in sweep.list_dimensions()]
-    varied = {each.trial: [list_values(each.hp)[name] for name in names] for each in ordered}
+    varied = {each.trial: [flatten_hyperparameters(each.hp)[name] for name in names] for each in ordered}
     measured = [each.trial for each in ordered if each.value is not None]
     colors = choose_colors(done, measured)
     space = figures.draw_parallel_coordinates(names, [varied[trial] for trial in measured], [*colors.values()])
@@ -39,7 +39,7 @@ def write_page(sweep: Sweep, done: Sequence[TrialResult], sidecar: Path, folder:
         (
             result.trial,
             *map(format_setting, varied[result.trial]),
-            name_part(result.steps_divisor),
+            describe_share(result.steps_divisor),
             result.value,
             format_duration(sum(each.seconds for each in done if each.trial == result.trial)),
             *([result.failed] if any_failed else []),
@@ -64,7 +64,7 @@ def write_page(sweep: Sweep, done: Sequence[TrialResult], sidecar: Path, folder:
         test=format_measure(main, test),
         spent=sum(each.step for each in reached),
         full=sum(each.steps for each in reached),
-        curves=draw_curves(done, measure, colors, "log" if winner.hp.select_by == "loss" else "linear"),
+        curves=draw_trial_curves(done, measure, colors, "log" if winner.hp.select_by == "loss" else "linear"),
         space=space,
         sections=figures.draw_sections(tables if sweep.rungs > 1 else tables[1:], {}, ()),
     )
@@ -73,20 +73,20 @@ def write_page(sweep: Sweep, done: Sequence[TrialResult], sidecar: Path, folder:
 
 
 def correlate_rungs(sweep: Sweep, done: Sequence[TrialResult]) -> list[tuple[str, str, int, float | None]]:
-    """Return for each pair of neighbouring rungs the parts, the number of common trials and the rank correlation.
+    """Return a row for each pair of neighbouring rungs: both shares, number of common trials, rank correlation.
 
-    The parts are texts such as "1/9". Failed trials are skipped. The correlation is None if fewer than 3 trials are
+    A share is a text such as "1/9". Failed trials are skipped. The correlation is None if fewer than 3 trials are
     common, or if a rung's values are all equal.
     """
     from scipy.stats import spearmanr
 
     rows, values = [], {(each.steps_divisor, each.trial): each.value for each in done if each.value is not None}
-    for steps_divisor, following in pairwise(sweep.list_parts()):
+    for steps_divisor, following in pairwise(sweep.list_divisors()):
         both = [trial for of, trial in values if of == following]
         pairs = [[values[of, trial] for trial in both] for of in (steps_divisor, following)]
         can_be_ordered = len(both) > 2 and all(len({*each}) > 1 for each in pairs)
         correlation = float(spearmanr(*pairs).statistic) if can_be_ordered else None
-        rows.append((name_part(steps_divisor), name_part(following), len(both), correlation))
+        rows.append((describe_share(steps_divisor), describe_share(following), len(both), correlation))
     return rows
 
 
@@ -104,7 +104,7 @@ def choose_colors(done: Sequence[TrialResult], trials: Sequence[int]) -> dict[in
     }
 
 
-def draw_curves(done: Sequence[TrialResult], measure: str, colors: Mapping[int, str], scale: str) -> str:
+def draw_trial_curves(done: Sequence[TrialResult], measure: str, colors: Mapping[int, str], scale: str) -> str:
     """Return an SVG element with each trial's value by step, the best trial in front.
 
     ``colors`` are by trial, the best trial first. ``measure`` labels the y axis, and ``scale`` is "log" or "linear".

@@ -55,8 +55,8 @@ class Dimension:
             return 1.0 + int((self.high - self.low) / self.step + 1e-9)
         return self.high - self.low + 1.0 if self.whole else math.inf
 
-    def value_at(self, place: float) -> Any:
-        """Return the value at a place of [0, 1)."""
+    def place_to_value(self, place: float) -> Any:
+        """Return the value at a position in [0, 1). Positions divide the choices or the range evenly."""
         if self.choices:
             return self.choices[int(place * len(self.choices))]
         if self.log:
@@ -67,8 +67,8 @@ class Dimension:
             value = self.low + place * (self.high - self.low)
         return min(int(value) if self.whole else value, self.high)
 
-    def place_of(self, value: Any) -> float:
-        """Return the place in [0, 1] that :meth:`value_at` maps to ``value``, or the middle of several places.
+    def value_to_place(self, value: Any) -> float:
+        """Return the position in [0, 1] that :meth:`place_to_value` maps to ``value``, or the middle of the positions.
 
         Raises ValueError if ``value`` is not among the choices.
         """
@@ -117,7 +117,7 @@ class Sweep(CheckedFields, called="sweep setting"):
         self.list_dimensions()
 
     def list_dimensions(self) -> list[Dimension]:
-        """Return the hyperparameters and options that are varied, ordered by name.
+        """Parse the space, and return the hyperparameters and options that are varied, ordered by name.
 
         Raises UserError if the space is not JSON, if a name is unknown or must not be varied, or if a range is invalid.
         """
@@ -129,45 +129,40 @@ class Sweep(CheckedFields, called="sweep setting"):
             raise UserError(f"space={short_repr(self.space)}: must be a JSON object with hyperparameters as keys")
         return [parse_dimension(name, given) for name, given in sorted(found.items())]
 
-    def count_points(self) -> float:
+    def count_combinations(self) -> float:
         """Return the number of combinations in the space, or infinity with a continuous range."""
         return math.prod(each.count_values() for each in self.list_dimensions())
 
     def is_adaptive(self) -> bool:
-        """Return whether results decide about further trials. True with tpe, unless all combinations are tried."""
-        return self.sampler == "tpe" and self.count_points() > self.trials
+        """Return whether later trials depend on earlier results: with tpe, unless all combinations are tried."""
+        return self.sampler == "tpe" and self.count_combinations() > self.trials
 
-    def list_parts(self) -> list[int]:
-        """Return for each rung the part of a run's steps at the rung's end: 27 stands for 1/27.
-
-        The last number is 1.
-        """
+    def list_divisors(self) -> list[int]:
+        """Return a divisor for each rung: 27 if the rung ends after 1/27 of a run's steps. The last divisor is 1."""
         return [ETA**rung for rung in reversed(range(self.rungs))]
 
-    def count_rungs(self) -> int:
-        """Return the number of groups of trials that are trained in parallel.
+    def count_trial_groups(self) -> int:
+        """Return the number of successive groups of trials. A group is trained in parallel.
 
-        With tpe the first rung has several waves.
+        A group is a rung. With tpe, the first rung has several groups of up to nine trials.
         """
         return self.rungs + (-(-self.trials // WAVE) - 1 if self.is_adaptive() else 0)
 
     def describe_missing_trials(self, drawn: int) -> str:
-        """Return why a sweep draws fewer trials than requested, or "" if all trials are drawn.
-
-        ``drawn`` is the number of trials that were drawn.
-        """
+        """Return why a sweep has drawn only ``drawn`` trials, or "" if the sweep has drawn all requested trials."""
         if drawn == self.trials:
             return ""
         why = "other trials would be duplicates, or the hyperparameters' rules reject them"
-        if drawn == self.count_points():
+        if drawn == self.count_combinations():
             why = f"the space has {drawn} combinations"
         return f"{drawn} of {self.trials} trials: {why}"
 
 
 def parse_dimension(name: str, given: Any) -> Dimension:
-    """Return the choices or the range of a hyperparameter or an option. ``given`` is the value in the space's JSON.
+    """Parse and check the choices or the range of a hyperparameter or an option.
 
-    Raises UserError if the name is unknown or must not be varied, or if the choices or the range are invalid.
+    ``given`` is the value in the space's JSON. Raises UserError if the name is unknown or must not be varied, or if the
+    choices or the range are invalid.
     """
     if name in FIXED:
         raise UserError(f"space, {name}: must be the same for all trials; set it in the base")
@@ -202,11 +197,11 @@ def parse_dimension(name: str, given: Any) -> Dimension:
     return Dimension(name, low=low, high=high, step=step, log=log, whole=whole)
 
 
-def set_values(base: Hyperparameters, values: Mapping[str, Any]) -> Hyperparameters:
-    """Return the base with values by the names of hyperparameters and options.
+def apply_values(base: Hyperparameters, values: Mapping[str, Any]) -> Hyperparameters:
+    """Return a copy of the hyperparameters ``base`` in which ``values`` are set by name.
 
-    An option's name is such as ``options.model.NAME``. Raises UserError if the hyperparameters' rules reject the
-    result.
+    The name of an option is, for example, ``options.model.NAME``. Raises UserError if the hyperparameters' rules reject
+    the result.
     """
     changes, options = dict(values), base.parse_options()
     for name in values.keys() - TYPES.keys():
@@ -216,20 +211,14 @@ def set_values(base: Hyperparameters, values: Mapping[str, Any]) -> Hyperparamet
     return dataclasses.replace(base, **changes)
 
 
-def list_values(hp: Hyperparameters) -> JsonObject:
-    """Return all hyperparameters and given options by name in a space.
-
-    An option is ``options.model.NAME``, for example.
-    """
+def flatten_hyperparameters(hp: Hyperparameters) -> JsonObject:
+    """Return all hyperparameters and given options by the names of a space, such as ``options.model.NAME``."""
     given = hp.parse_options().items()
     return hp.to_dict() | {f"options.{of}.{option}": value for of, each in given for option, value in each.items()}
 
 
-def value_of(hp: Hyperparameters, name: str) -> Any:
-    """Return a hyperparameter, or an option of ``hp``, by its name in a space.
-
-    Raises KeyError if the option is not given.
-    """
+def get_value(hp: Hyperparameters, name: str) -> Any:
+    """Return a hyperparameter or an option by the name of a space. Raises KeyError if the option is missing."""
     if name in TYPES:
         return getattr(hp, name)
     _, of, option = name.split(".", 2)
@@ -254,7 +243,7 @@ def check_sweep(sweep: Sweep, base: Hyperparameters) -> None:
             )
         for value in dimension.choices or (dimension.low, dimension.high):
             try:
-                set_values(base, {dimension.name: value})
+                apply_values(base, {dimension.name: value})
             except UserError as error:
                 raise UserError(f"space, {dimension.name}: {error.message}") from None
     if sweep.sampler == "tpe":
@@ -262,23 +251,27 @@ def check_sweep(sweep: Sweep, base: Hyperparameters) -> None:
             import optuna  # noqa: F401
 
 
-def draw_trials(sweep: Sweep, base: Hyperparameters, told: Mapping[Any, float | None]) -> list[Hyperparameters]:
-    """Return the first trials of a sweep, as hyperparameters.
+def draw_trials(sweep: Sweep, base: Hyperparameters, results: Mapping[Any, float | None]) -> list[Hyperparameters]:
+    """Return the trials of a sweep that are known so far, as hyperparameters, in the order of the draws.
 
-    With qmc returns all trials, and with tpe the trials in ``told`` and a wave of up to nine more. All trials differ.
-    Trials that the hyperparameters' rules reject are skipped. If only the number of trials is raised, the same trials
-    come first. With tpe sets Optuna's log level.
+    With qmc, all trials are known at once. With tpe, the trials in ``results`` and up to nine more are known. All
+    trials differ. Trials that the hyperparameters' rules reject are skipped. A larger number of trials only appends
+    trials. With tpe sets Optuna's log level.
 
     Args:
         sweep: The space, and the number of trials to draw.
-        base: The hyperparameters of all trials that are not varied.
-        told: The value of each trained trial by its hyperparameters, in the order of the draws. Less is better, and
+        base: The hyperparameters that are not varied.
+        results: The value of each trained trial by its hyperparameters, in the order of the draws. Less is better, and
             None stands for a failed trial. Only tpe uses the values. An incomplete last wave is drawn again.
 
     Raises:
         UserError: The hyperparameters' rules reject all trials.
     """
-    made = draw_with_tpe(sweep, base, told) if sweep.is_adaptive() else make_trials(sweep, base, draw_evenly(sweep))
+    made = (
+        draw_with_tpe(sweep, base, results)
+        if sweep.is_adaptive()
+        else make_trials(sweep, base, draw_sobol_points(sweep))
+    )
     trials = [*dict.fromkeys(each for each in made if isinstance(each, Hyperparameters))]
     if not trials:
         raise UserError(f"space: the hyperparameters' rules reject all trials; the last error: {made[-1]}")
@@ -286,48 +279,48 @@ def draw_trials(sweep: Sweep, base: Hyperparameters, told: Mapping[Any, float | 
 
 
 def make_trials(sweep: Sweep, base: Hyperparameters, points: Iterable[list[Any]]) -> list[Hyperparameters | UserError]:
-    """Return the hyperparameters of each point of a space, or the error if the rules reject the point.
+    """Return the hyperparameters for each point of a space, or the error if the rules reject the hyperparameters.
 
-    A point has the values of all dimensions, ordered by name.
+    A point has the values of all dimensions, ordered by the dimension's name.
     """
     names, made = [each.name for each in sweep.list_dimensions()], list[Hyperparameters | UserError]()
     for values in points:
         try:
-            made.append(set_values(base, dict(zip(names, values, strict=True))))
+            made.append(apply_values(base, dict(zip(names, values, strict=True))))
         except UserError as error:
             made.append(error)
     return made
 
 
-def draw_evenly(sweep: Sweep) -> list[list[Any]]:
-    """Return the values of different points that cover the space evenly. Values are ordered by the dimension's name.
+def draw_sobol_points(sweep: Sweep) -> list[list[Any]]:
+    """Return different points that cover the space evenly. A point has the values of the dimensions, ordered by name.
 
     The number of points is the number of trials, or of combinations if less. If 65,536 draws give too few different
     points, returns fewer points.
     """
     from scipy.stats import qmc  # takes half a second
 
-    dimensions, wanted = sweep.list_dimensions(), int(min(sweep.trials, sweep.count_points()))
+    dimensions, wanted = sweep.list_dimensions(), int(min(sweep.trials, sweep.count_combinations()))
     draws, different = 2 ** (wanted - 1).bit_length(), dict[str, list[Any]]()
     while len(different) < wanted and draws <= SOBOL_DRAWS:
         places = qmc.Sobol(len(dimensions), rng=sweep.seed).random(draws)
-        points = ([each.value_at(at) for each, at in zip(dimensions, point, strict=True)] for point in places)
+        points = ([each.place_to_value(at) for each, at in zip(dimensions, point, strict=True)] for point in places)
         different = {json.dumps(values): values for values in points}
         draws *= 2
     return [*different.values()][:wanted]
 
 
 def draw_with_tpe(
-    sweep: Sweep, base: Hyperparameters, told: Mapping[Any, float | None]
+    sweep: Sweep, base: Hyperparameters, results: Mapping[Any, float | None]
 ) -> list[Hyperparameters | UserError]:
-    """Return the trials of all whole waves in ``told``, and the next wave. Trials that the rules reject are errors.
+    """Return the trials of all whole waves in ``results``, and the next wave. Trials that the rules reject are errors.
 
-    ``told`` has the value of each trained trial, in the order of the draws. If ``told`` has all trials, returns these
-    trials. Sets Optuna's log level.
+    A wave is a group of nine trials. ``results`` has the value of each trained trial, in the order of the draws. If
+    ``results`` has all trials, returns the trials of ``results``. Sets Optuna's log level.
     """
-    if len(told) >= sweep.trials:
-        return [*told]
-    before = dict(islice(told.items(), len(told) // WAVE * WAVE))
+    if len(results) >= sweep.trials:
+        return [*results]
+    before = dict(islice(results.items(), len(results) // WAVE * WAVE))
     return [*before, *draw_wave(sweep, base, before)]
 
 
@@ -336,23 +329,23 @@ def draw_wave(
 ) -> list[Hyperparameters | UserError]:
     """Return up to nine trials that are not in ``before``, and the errors of trials that the rules reject.
 
-    ``before`` has the values of the trials of earlier waves, less is better, None for failed trials. Each wave has a
-    new study and a new seed. Earlier waves need not be drawn again. Sets Optuna's log level.
+    ``before`` has the value of each trial of earlier waves. Less is better, and None stands for a failed trial. Each
+    wave has a new study of Optuna and a new seed, so earlier waves need not be drawn again. Sets Optuna's log level.
     """
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     seed = Random(f"{sweep.seed} {len(before) // WAVE}").getrandbits(32)
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
-    dimensions, places = sweep.list_dimensions(), list_places(sweep)
+    dimensions, places = sweep.list_dimensions(), make_optuna_distributions(sweep)
     values = {hp: value for hp, value in before.items() if value is not None}  # TPE learns nothing from failed trials
     known = {*sorted(values, key=values.__getitem__)[:BEST], *[*values][-RECENT:]}
     for hp in (hp for hp in values if hp in known):  # in order, because tpe weighs trials by order
-        at = {each.name: each.place_of(value_of(hp, each.name)) for each in dimensions}
+        at = {each.name: each.value_to_place(get_value(hp, each.name)) for each in dimensions}
         study.add_trial(optuna.create_trial(params=at, distributions=places, value=values[hp]))
     wanted, made = min(WAVE, sweep.trials - len(before)), list[Hyperparameters | UserError]()
     different = dict.fromkeys(before)
-    for trial in ask_tpe(sweep, study, places):
+    for trial in draw_tpe_points(sweep, study, places):
         [hp] = make_trials(sweep, base, [trial])
         made += [hp] if isinstance(hp, UserError) or hp not in different else []
         different |= {hp: None} if isinstance(hp, Hyperparameters) else {}
@@ -361,25 +354,25 @@ def draw_wave(
     return made
 
 
-def list_places(sweep: Sweep) -> "dict[str, BaseDistribution]":
-    """Return Optuna's distributions of the values' places in [0, 1), by name."""
+def make_optuna_distributions(sweep: Sweep) -> "dict[str, BaseDistribution]":
+    """Return Optuna's distribution for each dimension, by name. Values are positions in [0, 1), not hyperparameters."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution
 
     return {
-        each.name: CategoricalDistribution([*dict.fromkeys(map(each.place_of, each.choices))])
+        each.name: CategoricalDistribution([*dict.fromkeys(map(each.value_to_place, each.choices))])
         if each.choices
         else FloatDistribution(0.0, 1.0)
         for each in sweep.list_dimensions()
     }
 
 
-def ask_tpe(sweep: Sweep, study: "Study", places: "dict[str, BaseDistribution]") -> Iterator[list[Any]]:
-    """Yield the values of TPE_DRAWS (36) points that Optuna draws, then of points that cover the space evenly.
+def draw_tpe_points(sweep: Sweep, study: "Study", places: "dict[str, BaseDistribution]") -> Iterator[list[Any]]:
+    """Yield TPE_DRAWS (36) points that Optuna proposes, and then points that cover the space evenly.
 
-    The same point may come again, because tpe repeats itself. The later points then help. ``study`` is Optuna's study,
-    and ``places`` are the distributions of :func:`list_places`. The iterator ends.
+    Points may repeat. A point has the values of the dimensions, ordered by name. ``places`` are the distributions of
+    :func:`make_optuna_distributions`.
     """
     for _ in range(TPE_DRAWS):
         found = study.ask(places).params
-        yield [each.value_at(found[each.name]) for each in sweep.list_dimensions()]
-    yield from draw_evenly(sweep)
+        yield [each.place_to_value(found[each.name]) for each in sweep.list_dimensions()]
+    yield from draw_sobol_points(sweep)

@@ -41,8 +41,8 @@ UNUSABLE = {"inputs": lambda rows: ~np.isfinite(rows).all(1), "targets": lambda 
 Values = NDArray[Any] | list[NDArray[Any]]  # a leaf of n samples: [n, ...], or one array for each
 
 
-class Compared(NamedTuple):
-    """The numbers, labels and digests by which a split's samples are compared, int64 [n] each."""
+class SampleDigests(NamedTuple):
+    """The number, label and digest of each sample, by which equal samples are found, int64 [n] each."""
 
     numbers: NDArray[np.int64]
     labels: NDArray[np.int64]  # class numbers; of other targets digests, equal for equal targets
@@ -53,7 +53,7 @@ class Compared(NamedTuple):
 class PartProfile:
     """The counts and problems of some samples of a split."""
 
-    compared: Compared
+    compared: SampleDigests
     targets: Counter[str]  # number of samples by target, as in SplitProfile.labels
     statistics: dict[str, NDArray[Any]]  # by name, the value of each sample: a number or a text
     labelled: dict[str, int]  # by class number or token outside the classes: a sample's number
@@ -71,7 +71,7 @@ class ItemMeasurer:
     dimensions: list[dict[str, int]]  # number of dimensions by leaf, of inputs and of targets, in training sample 0
 
     def measure_items(self, samples: Sequence[int]) -> PartProfile:
-        """Read samples by number, without augmentation, and return their counts and problems.
+        """Read the samples with the numbers ``samples``, without augmentation, and return counts and problems.
 
         Raises UserError if a sample's leaves have other names or dimensions than training sample 0.
         """
@@ -92,13 +92,13 @@ class ItemMeasurer:
         return measure_leaves(samples, inputs, targets, self.kind, self.classes)
 
 
-def measure_item_set(
+def profile_item_set(
     data: ItemSet, profile: DataProfile, settings: Settings, name_of: Callable[[str, int], str]
-) -> list[Compared]:
-    """Add all samples of training and test split to the profile, and return numbers, labels and digests of each split.
+) -> list[SampleDigests]:
+    """Read all samples of both splits, and add the counts and problems to the profile.
 
-    Also sets the kind and shape of the targets. Items on demand are read in loader processes, or in this process
-    outside Linux. A few items of each split are read twice.
+    Also sets the profile's kind and shape of targets. Items on demand are read in loader processes, or in this process
+    outside Linux. Eight items of each split are read twice.
 
     Args:
         data: Arrays, or a set on demand.
@@ -106,14 +106,19 @@ def measure_item_set(
         settings: The setting ``loaders`` is the number of processes, by default one per core.
         name_of: Returns the name of a sample for messages, from "training" or "test" and the sample's number.
 
+    Returns:
+        The numbers, labels and digests of the training samples, and of the test samples.
+
     Raises:
         UserError: An item cannot be read, differs when read again, or has other leaves than training sample 0.
     """
     if isinstance(data, SampleArrays):
         if isinstance(data.train_targets, np.ndarray):
             profile.target_shape = [*data.train_targets.shape[1:]]
-        profile.targets = kind_of_targets(data.train_targets, data.classes, of_pictures=data.pictures)
-        return [add_split(profile, NAMES[side], measure_arrays(data, side, profile), name_of) for side in NAMES]
+        profile.targets = detect_target_kind(data.train_targets, data.classes, of_pictures=data.pictures)
+        return [
+            add_split_to_profile(profile, NAMES[side], measure_arrays(data, side, profile), name_of) for side in NAMES
+        ]
     items = {side: Items(data, side) for side in NAMES}
     with keep_random_state():
         first = items["train"].read_item(0, 0, None)
@@ -121,14 +126,14 @@ def measure_item_set(
     dimensions = [{name: leaf.ndim for name, leaf in leaves.items()} for leaves in named]
     batch_of_one = {name: leaf[np.newaxis] for name, leaf in named[1].items()}
     profile.target_shape = [*batch_of_one[""].shape[1:]] if "" in batch_of_one else []
-    profile.targets = kind_of_targets(batch_of_one.get("", batch_of_one), data.classes, of_pictures=data.pictures)
+    profile.targets = detect_target_kind(batch_of_one.get("", batch_of_one), data.classes, of_pictures=data.pictures)
     measurers = [ItemMeasurer(each, profile.targets, len(data.classes), dimensions) for each in items.values()]
-    pool, compared = make_pool(measurers, settings.loaders or count_cores()), list[Compared]()
+    pool, compared = make_pool(measurers, settings.loaders or count_cores()), list[SampleDigests]()
     with closing(pool) if pool else nullcontext():
         for measurer, samples in zip(measurers, (data.train_samples, data.test_samples), strict=True):
             parts = (range(start, min(start + ITEMS, samples)) for start in range(0, samples, ITEMS))
             measured = call_for_each(pool, measurer.measure_items, parts)
-            found = add_split(profile, NAMES[measurer.items.side], measured, name_of)
+            found = add_split_to_profile(profile, NAMES[measurer.items.side], measured, name_of)
             compared.append(found)
             chosen = np.linspace(samples - 1, 0, min(samples, LOOKED_TWICE), dtype=np.int64).tolist()
             with keep_random_state():
@@ -144,8 +149,8 @@ def measure_item_set(
 def measure_arrays(data: SampleArrays, side: str, profile: DataProfile) -> Iterator[PartProfile]:
     """Yield the counts and problems of a side, "train" or "test", in parts of up to 4,096 samples.
 
-    ``profile`` gives kind of targets and classes. If the rows were kept, their columns are counted instead of the
-    inputs.
+    ``profile`` gives the kind of targets and the classes, and is not changed. If the data set has the rows as they were
+    read, the columns of the rows are counted instead of the inputs.
     """
     inputs, targets = (name_leaves(getattr(data, f"{side}_{kind}")) for kind in ("inputs", "targets"))
     samples: int = getattr(data, f"{side}_samples")
@@ -163,9 +168,9 @@ def measure_arrays(data: SampleArrays, side: str, profile: DataProfile) -> Itera
 
 
 def read_row_columns(data: SampleArrays, side: str) -> dict[str, NDArray[Any]]:
-    """Return the columns of a side's rows as they were read, or {} if the rows were not kept.
+    """Return the columns of a side's rows as they were read, or {} if the rows are not stored.
 
-    Texts that differ in most of the training rows are skipped.
+    Skips columns of texts that differ in most of the training rows.
     """
     rows = data.load_rows(side)
     if rows is None:
@@ -176,26 +181,27 @@ def read_row_columns(data: SampleArrays, side: str) -> dict[str, NDArray[Any]]:
     return {name: values for name, values in normalize_columns(rows).items() if name not in free}
 
 
-def count_values(values: NDArray[Any]) -> Counter[str]:
-    return Counter(values.tolist()) if values.dtype.kind == "U" else count_ranges(values)
+def count_categories_or_ranges(values: NDArray[Any]) -> Counter[str]:
+    """Return the number of samples by text, or by range if the values are numbers."""
+    return Counter(values.tolist()) if values.dtype.kind == "U" else count_by_range(values)
 
 
-def add_split(
+def add_split_to_profile(
     profile: DataProfile, split: str, parts: Iterable[PartProfile], name_of: Callable[[str, int], str]
-) -> Compared:
-    """Add the parts of a split's samples to the profile, and return the samples' numbers, labels and digests.
+) -> SampleDigests:
+    """Add the counts and problems of a split to the profile, and return the samples' numbers, labels and digests.
 
     ``split`` is "training" or "test". At least one part is needed. ``name_of(split, sample)`` names a sample in
     messages.
     """
-    compared = list[Compared]()
+    compared = list[SampleDigests]()
     counts: SplitProfile = getattr(profile, split)
     for part in parts:
         # Copies, because arrays from a loader process keep the memory of the whole batch in use.
-        compared.append(Compared._make(map(np.copy, part.compared)))
+        compared.append(SampleDigests._make(map(np.copy, part.compared)))
         counts.samples += len(part.compared.numbers) + len(part.undecodable)
         counts.undecodable += len(part.undecodable)
-        statistics = {statistic: count_values(values) for statistic, values in part.statistics.items()}
+        statistics = {statistic: count_categories_or_ranges(values) for statistic, values in part.statistics.items()}
         for statistic, counted in {"": part.targets, **statistics}.items():
             total = counts.statistics.setdefault(statistic, {}) if statistic else counts.labels
             for value, number in counted.items():
@@ -206,13 +212,13 @@ def add_split(
         profile.not_finite += len(part.not_finite)
         for sample, reason in [*part.not_finite.items(), *part.undecodable.items()][: FEW - len(profile.bad)]:
             profile.bad.append(f"{name_of(split, sample)} ({reason})")
-    return Compared._make(map(np.concatenate, zip(*compared, strict=True)))
+    return SampleDigests._make(map(np.concatenate, zip(*compared, strict=True)))
 
 
 def leaf_to_array(leaf: Any) -> NDArray[Any]:
-    """Return a leaf as an array.
+    """Return a leaf as an array of numbers or texts, or as an array that holds any other object (shape []).
 
-    If NumPy cannot hold the leaf as numbers or texts, the array has one object and no axis.
+    A leaf is a value in the nested inputs or targets of a sample.
     """
     try:
         found = np.asarray(leaf)
@@ -224,12 +230,12 @@ def leaf_to_array(leaf: Any) -> NDArray[Any]:
     return found
 
 
-def kind_of_targets(targets: Leaves, classes: Sequence[str], *, of_pictures: bool = False) -> str:
+def detect_target_kind(targets: Leaves, classes: Sequence[str], *, of_pictures: bool = False) -> str:
     """Return the kind of targets by dtype and shape, or OTHERS if the targets are not an array of numbers.
 
-    Integers [n] are CLASSES, and floats [n, k] of 0 and 1 are LABELS. Other integers are TOKENS, and other floats are
-    NUMBERS. With ``of_pictures``, [n, h, w] are MASKS, integers [n, k] of 0 and 1 are LABELS, and other integers are
-    NUMBERS. LABELS also need k named classes, or none.
+    Integers [n] are CLASSES. Floats [n, k] of 0 and 1 are LABELS, unless the number of named classes is neither k nor
+    0. Other integers are TOKENS, and other floats are NUMBERS. With ``of_pictures``, arrays [n, h, w] are MASKS,
+    and integers [n, k] are treated like floats.
     """
     if not isinstance(targets, (np.ndarray, Ragged)) or targets.dtype.kind not in "biuf":
         return OTHERS
@@ -272,10 +278,10 @@ def measure_leaves(
         for name, values in named.items():
             called, whether = f"{side} {name}".rstrip(), with_numbers if side == "inputs" else kind == OTHERS
             named_columns = (columns or {}).get(name, ()) if side == "inputs" else ()
-            by_leaf |= leaf_statistics(called, values, named_columns, with_numbers=whether)
+            by_leaf |= compute_leaf_statistics(called, values, named_columns, with_numbers=whether)
             if not has_numbers(values):
                 continue
-            for place in np.flatnonzero(reduce_samples(values, UNUSABLE[side])).tolist():
+            for place in np.flatnonzero(apply_to_rows(values, UNUSABLE[side])).tolist():
                 not_finite[samples[place]] = called
     digests, labels = (digest_samples(len(samples), [*named.values()]) for named in (inputs, targets))
     counted, labelled = Counter[str](), dict[str, int]()
@@ -285,31 +291,36 @@ def measure_leaves(
         if kind == CLASSES:
             labels = np.array(values, np.int64)
         if kind in (CLASSES, TOKENS):
-            labelled = find_unnamed(samples, values, classes)
-    return PartProfile(Compared(np.array(samples, np.int64), labels, digests), counted, by_leaf, labelled, not_finite)
+            labelled = find_labels_out_of_range(samples, values, classes)
+    return PartProfile(
+        SampleDigests(np.array(samples, np.int64), labels, digests), counted, by_leaf, labelled, not_finite
+    )
 
 
 def has_numbers(values: Values) -> bool:
     return all(each.dtype.kind in "biuf" for each in ([values] if isinstance(values, np.ndarray) else values))
 
 
-def reduce_samples(values: Values, function: Callable[[NDArray[Any]], Any]) -> NDArray[Any]:
-    """Return the values [n] of a function that maps rows [n, k] to a value for each row. Rows are flattened samples."""
+def apply_to_rows(values: Values, function: Callable[[NDArray[Any]], Any]) -> NDArray[Any]:
+    """Return ``function(rows)`` [n], where ``rows`` [n, k] are the flattened samples.
+
+    The function gets samples of unequal shapes one by one.
+    """
     if isinstance(values, np.ndarray):
         return np.asarray(function(values.reshape(len(values), -1)))
     return np.concatenate([function(value.reshape(1, -1)) for value in values])
 
 
-def mean_or_zero(rows: NDArray[Any]) -> NDArray[np.float64]:
+def row_means_or_zero(rows: NDArray[Any]) -> NDArray[np.float64]:
     """Return the mean of each row [n] of ``rows`` [n, k], or 0 for rows without numbers."""
     with np.errstate(all="ignore"):
         return np.asarray(rows.sum(1, np.float64) / max(1, rows.shape[1]))
 
 
-def leaf_statistics(
+def compute_leaf_statistics(
     name: str, values: Values, columns: Sequence[str] = (), *, with_numbers: bool
 ) -> dict[str, NDArray[Any]]:
-    """Return each sample's value of each statistic of a leaf, such as "types of inputs".
+    """Return the statistics of a leaf by name, such as "types of inputs", with a value for each sample.
 
     Args:
         name: The leaf's name in the names of the statistics.
@@ -319,9 +330,9 @@ def leaf_statistics(
             samples.
     """
     if isinstance(values, np.ndarray):
-        found = {f"types of {name}": np.full(len(values), describe_array(values.dtype, values.shape[1:]))}
+        found = {f"types of {name}": np.full(len(values), describe_array_type(values.dtype, values.shape[1:]))}
     else:
-        types = [describe_array(each.dtype, ("?", *each.shape[1:])[: each.ndim]) for each in values]
+        types = [describe_array_type(each.dtype, ("?", *each.shape[1:])[: each.ndim]) for each in values]
         found = {f"types of {name}": np.array(types)}
         if values[0].ndim:
             found[f"lengths of {name}"] = np.array([len(each) for each in values])
@@ -330,10 +341,10 @@ def leaf_statistics(
     if isinstance(values, np.ndarray) and values.ndim == 2 and 1 < values.shape[1] <= COLUMNS:
         called = columns or range(values.shape[1])
         return found | {f"column {place} of {name}": each for place, each in zip(called, values.T, strict=True)}
-    return found | {f"means of {name}": reduce_samples(values, mean_or_zero)}
+    return found | {f"means of {name}": apply_to_rows(values, row_means_or_zero)}
 
 
-def describe_array(dtype: np.dtype[Any], shape: Sequence[Any]) -> str:
+def describe_array_type(dtype: np.dtype[Any], shape: Sequence[Any]) -> str:
     called = {"U": "text", "S": "bytes", "O": "object"}.get(dtype.kind, dtype.name)
     return f"{called} [{' x '.join(map(str, shape))}]" if shape else called
 
@@ -343,7 +354,7 @@ def digest_samples(samples: int, leaves: Sequence[Values]) -> NDArray[np.int64]:
 
 
 def digest_leaves(leaves: Sequence[Any]) -> int:
-    """Return a digest of the leaves' shapes and bytes as a signed number of 64 bits. Types of numbers do not count."""
+    """Return a digest of the leaves' shapes and bytes, an int64. The dtype is not part of the digest."""
     digest = hashlib.blake2b(digest_size=8)  # two of a million samples collide with probability 3e-8
     for leaf in leaves:
         value = np.asarray(leaf)
@@ -355,8 +366,8 @@ def digest_leaves(leaves: Sequence[Any]) -> int:
 def count_targets(values: Values, kind: str) -> Counter[str]:
     """Return the number of samples by target, as text.
 
-    The ``kind`` decides what is counted. CLASSES, MASKS and LABELS: the samples of each class number. NUMBERS: the
-    samples of each range of the first number. Otherwise: the samples with a token in each range.
+    With the kinds CLASSES, MASKS and LABELS, a target is a class number. With NUMBERS, a target is the range of the
+    first number, such as "4 to 8". Otherwise a target is a range with a token of the sample.
     """
     if kind == CLASSES:
         return Counter(map(str, np.array(values).tolist()))
@@ -366,20 +377,20 @@ def count_targets(values: Values, kind: str) -> Counter[str]:
         ones = (np.stack([*values]) == 1).sum(0)
         return Counter({str(label): number for label, number in enumerate(ones.tolist()) if number})
     if kind == NUMBERS:
-        return count_ranges(
-            reduce_samples(values, lambda rows: rows[:, 0] if rows.shape[1] else np.full(len(rows), np.nan))
+        return count_by_range(
+            apply_to_rows(values, lambda rows: rows[:, 0] if rows.shape[1] else np.full(len(rows), np.nan))
         )
-    return Counter(name for value in values for name in count_ranges(value[value != IGNORED_TOKEN]))
+    return Counter(name for value in values for name in count_by_range(value[value != IGNORED_TOKEN]))
 
 
-def find_unnamed(samples: Sequence[int], values: Values, classes: int) -> dict[str, int]:
-    """Return the smallest and largest class number or token that is not in 0..classes-1, each with a sample's number.
+def find_labels_out_of_range(samples: Sequence[int], values: Values, classes: int) -> dict[str, int]:
+    """Return the smallest and the largest class number or token if outside of 0..classes-1, with a sample's number.
 
-    ``samples`` are the numbers of the samples, and ``values`` their class numbers or tokens. Ignored tokens are
-    skipped. Returns {} if all are in the range.
+    Returns {} if all values are in the range. Ignored tokens are skipped. ``samples`` are the numbers of the samples,
+    and ``values`` the samples' class numbers or tokens.
     """
-    lowest = reduce_samples(values, lambda rows: np.where(rows == IGNORED_TOKEN, 0, rows).min(1, initial=0))
-    highest = reduce_samples(values, lambda rows: rows.max(1, initial=0))
+    lowest = apply_to_rows(values, lambda rows: np.where(rows == IGNORED_TOKEN, 0, rows).min(1, initial=0))
+    highest = apply_to_rows(values, lambda rows: rows.max(1, initial=0))
     ends = {str(lowest.min()): int(lowest.argmin()), str(highest.max()): int(highest.argmax())}
     return {token: samples[place] for token, place in ends.items() if not 0 <= int(token) < classes}
 
@@ -396,10 +407,10 @@ def describe_range(number: float) -> str:
     return f"{low:g} to {high:g}"
 
 
-def count_ranges(numbers: NDArray[Any]) -> Counter[str]:
-    """Return how many numbers are in each range between powers of two, by the range's text.
+def count_by_range(numbers: NDArray[Any]) -> Counter[str]:
+    """Return how many numbers are in each range between powers of two, by the range as text.
 
-    A text is a result of :func:`describe_range`, such as "4 to 8", "0" or "nan".
+    The texts are results of :func:`describe_range`, such as "4 to 8", "0" or "nan".
     """
     values = numbers.astype(np.float64)
     usual = np.isfinite(values) & (values != 0)

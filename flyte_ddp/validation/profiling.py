@@ -23,13 +23,13 @@ from flyte_ddp.datasets.item_set import ItemSet
 from flyte_ddp.datasets.prepared import open_prepared, resolve_class_names
 from flyte_ddp.validation.leaf_profile import (
     FEW,
-    Compared,
     PartProfile,
-    add_split,
+    SampleDigests,
+    add_split_to_profile,
     count_targets,
     digest_leaves,
-    find_unnamed,
-    measure_item_set,
+    find_labels_out_of_range,
+    profile_item_set,
 )
 from flyte_ddp.validation.profile import CLASSES, LABELS, MASKS, NUMBERS, OTHERS, TOKENS, DataProfile, SplitProfile
 
@@ -44,7 +44,7 @@ AHEAD = 512  # images that are read or decoded at a time
 def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfile:
     """Read and decode all samples of a prepared data set, and return the profile.
 
-    Runs the user's code for items on demand. ``settings.loaders`` is the number of decoding threads, or of processes
+    Runs the user's code for items on demand. ``settings.loaders`` is the number of threads that decode, or of processes
     for items on demand. The default is one per core.
 
     Raises:
@@ -56,12 +56,14 @@ def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfi
     if isinstance(data, ItemSet):
         if data.pictures and data.stored_leaves("train") is not None:
             profile.compared = "pixels"
-        add_equal_samples(profile, measure_item_set(data, profile, settings, data.name_sample), data.name_sample)
+        add_duplicates_and_conflicts(
+            profile, profile_item_set(data, profile, settings, data.name_sample), data.name_sample
+        )
         return profile
     assert isinstance(data, EncodedSet)
     profile.compared = "pixels"
     with ExitStack() as opened:
-        readers, compared = dict[str, ImageReader](), list[Compared]()
+        readers, compared = dict[str, ImageReader](), list[SampleDigests]()
         for split, source in zip(SPLITS, (data.train, data.test_source), strict=True):
             readers[split] = opened.enter_context(closing(data.open_reader(source, settings)))
 
@@ -72,8 +74,8 @@ def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfi
             order, threads = data.order_test(), settings.loaders or count_cores()
             numbers = data.list_training() if split == "training" else order.samples_at(slice(0, len(order)))
             parts = measure_encoded_images(reader, numbers, len(data.classes), threads)
-            compared.append(add_split(profile, split, parts, name_image))
-        add_equal_samples(profile, compared, name_image)
+            compared.append(add_split_to_profile(profile, split, parts, name_image))
+        add_duplicates_and_conflicts(profile, compared, name_image)
     return profile
 
 
@@ -100,23 +102,25 @@ def measure_encoded_images(source: ImageReader, numbers: Indices, classes: int, 
     found = map_samples(source, numbers, threads, measure_image, AHEAD)
     while part := [*islice(found, AHEAD)]:  # a part for each image would take far more memory
         images = [image for image in part if not image[-1]]
-        compared = Compared._make(np.array([image[place] for image in images], np.int64) for place in range(3))
+        compared = SampleDigests._make(np.array([image[place] for image in images], np.int64) for place in range(3))
         counted = zip(*(facts for *_, facts, _ in images), strict=True)
         yield PartProfile(
             compared,
             count_targets(compared.labels, CLASSES),
             dict(zip(STATISTICS, map(np.array, counted), strict=False)),
-            find_unnamed(compared.numbers.tolist(), compared.labels, classes) if images else {},
+            find_labels_out_of_range(compared.numbers.tolist(), compared.labels, classes) if images else {},
             undecodable={number: reason for number, *_, reason in part if reason},
         )
 
 
-def add_equal_samples(profile: DataProfile, compared: Sequence[Compared], name_of: Callable[[str, int], str]) -> None:
-    """Add numbers and examples of duplicates and conflicts to the profile.
+def add_duplicates_and_conflicts(
+    profile: DataProfile, compared: Sequence[SampleDigests], name_of: Callable[[str, int], str]
+) -> None:
+    """Count duplicates and conflicts, and add the counts and a few examples to the profile.
 
     A duplicate is a test sample with the inputs of a training sample. A conflict is a sample with the inputs of a
-    sample with another label. Numbers, tokens and other targets have no conflicts. ``compared`` is of the training
-    split, then of the test split. ``name_of(split, sample)`` names a sample in messages.
+    sample with another label. Targets that are numbers or tokens have no conflicts. ``compared`` has the training
+    split, then the test split. ``name_of(split, sample)`` names a sample in messages.
     """
     numbers, labels, digests = (np.concatenate(pair) for pair in zip(*compared, strict=True))
     in_test = np.arange(len(numbers)) >= len(compared[0].numbers)
@@ -200,12 +204,13 @@ class Difference(NamedTuple):
 
 
 def find_differences(profile: DataProfile, champion: DataProfile, least: float = SHIFT) -> Iterator[Difference]:
-    """Yield the differences from the champion's data in at least a share ``least`` of the samples, with p < 0.001.
+    """Yield the statistics that differ from the champion's data in at least a share ``least`` of the samples.
 
-    Statistics of both splits are compared. The share is the total variation distance of the two distributions. A sample
-    may have several labels, classes of a mask, or tokens. Then the share is the largest change of a value's share of
-    samples. The p-value is of Pearson's chi-squared test (Bonferroni over the statistics of the inputs, or over all
-    labels). Other classes, and new or missing statistics, have the share 1.
+    Only differences with p < 0.001 by Pearson's chi-squared test (Bonferroni) are yielded. Both splits are compared.
+
+    The share is the total variation distance of the two distributions. If samples have several labels, mask classes or
+    tokens, the share is the largest change of a value's share. Other classes, and new or missing statistics, have the
+    share 1.
     """
     ours, theirs = profile.training.statistics, champion.training.statistics
     statistics = [statistic for statistic in ours if statistic in theirs]

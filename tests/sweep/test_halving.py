@@ -108,7 +108,7 @@ def test_the_rungs_of_tpe_begin_with_waves() -> None:
     numbers = run_all(sweep, lambda each: abs(each.hp.learning_rate - 0.01))
     assert numbers[:3] == [[*range(9)], [*range(9, 18)], [18, 19]]
     assert [len(each) for each in numbers[3:]] == [6, 2, 1]
-    assert len(numbers) - 1 == sweep.count_rungs()
+    assert len(numbers) - 1 == sweep.count_trial_groups()
 
 
 def finish(folder: Path, value: float | None = 0.5) -> None:

@@ -15,7 +15,7 @@ from flyte_ddp.core.models.sidecar import Metrics
 from flyte_ddp.report.figures import ORANGE
 from flyte_ddp.sweep.__main__ import main
 from flyte_ddp.sweep.halving import TrialResult
-from flyte_ddp.sweep.page import GREYS, choose_colors, correlate_rungs, write_page
+from flyte_ddp.sweep.page import GREYS, choose_colors, correlate_rungs, write_sweep_page
 from flyte_ddp.sweep.space import Sweep
 
 BASE = Hyperparameters(num_ranks=1, schedule="constant")
@@ -52,7 +52,7 @@ def page(folder: Path, base: Hyperparameters = BASE) -> str:
     sidecar = make_sidecar(metrics=Metrics(test={"accuracy": 0.875, "loss": 0.4}))
     (folder / "model.json").write_text(json.dumps(sidecar.to_json_value()))
     done = rungs(base)
-    html = write_page(SWEEP, done, folder / "model.json", folder)
+    html = write_sweep_page(SWEEP, done, folder / "model.json", folder)
     assert Hyperparameters.from_json((folder / "best.json").read_text()) == done[-1].hp
     return html.read_text()
 
@@ -70,11 +70,11 @@ def test_the_page_says_all_of_it(tmp_path: Path) -> None:
     assert "mislead" not in text
     assert text.count("<svg") == 2
     assert "mislead" in page(tmp_path, replace(BASE, schedule="one_cycle"))
-    one_rung = write_page(replace(SWEEP, rungs=1), rungs()[-1:], tmp_path / "model.json", tmp_path).read_text()
+    one_rung = write_sweep_page(replace(SWEEP, rungs=1), rungs()[-1:], tmp_path / "model.json", tmp_path).read_text()
     assert ("early rungs predict" in text, "early rungs predict" in one_rung) == (True, False)
     assert "left out" not in plain
     assert "8 combinations" not in plain
-    more = write_page(replace(SWEEP, trials=10), rungs(), tmp_path / "model.json", tmp_path).read_text()
+    more = write_sweep_page(replace(SWEEP, trials=10), rungs(), tmp_path / "model.json", tmp_path).read_text()
     assert "9 of 10 trials: other trials would be duplicates" in more
     assert ">10.00 %<" in page(tmp_path, replace(BASE, select_by="accuracy")).replace("&#160;", " "), (
         "as on the test split"

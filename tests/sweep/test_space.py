@@ -14,7 +14,7 @@ from scipy.stats import kstest
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.sweep import space as space_module
-from flyte_ddp.sweep.space import Sweep, check_sweep, draw_trials, list_values, parse_dimension
+from flyte_ddp.sweep.space import Sweep, check_sweep, draw_trials, flatten_hyperparameters, parse_dimension
 
 BASE = Hyperparameters(num_ranks=1)
 SPACE: dict[str, Any] = {
@@ -113,14 +113,14 @@ def test_values_are_within_their_ranges_and_spread_evenly() -> None:
     }.items():
         assert kstest(values, "uniform").pvalue > 0.5, name
     for name, choices in {"batch_size": range(32, 257, 32), "epochs": range(2, 6), "augment": ("none", "crop")}.items():
-        drawn = [list_values(hp)[name] for hp in trials]
+        drawn = [flatten_hyperparameters(hp)[name] for hp in trials]
         assert {value: drawn.count(value) for value in choices} == dict.fromkeys(choices, 256 // len(choices))
     assert all(replace(hp, **{name: getattr(BASE, name) for name in SPACE}) == BASE for hp in trials)
 
 
 def test_whole_numbers_on_a_logarithmic_range_reach_both_ends() -> None:
     dimension = parse_dimension("epochs", {"from": 1, "to": 8, "log": True})
-    values = [dimension.value_at(place) for place in np.linspace(0, 1, 1000, endpoint=False)]
+    values = [dimension.place_to_value(place) for place in np.linspace(0, 1, 1000, endpoint=False)]
     assert {*values} == {*range(1, 9)}
     assert {type(value) for value in values} == {int}
     share = values.count(1) / 1000
@@ -131,14 +131,14 @@ def test_options_are_set_beside_those_of_the_base() -> None:
     base = replace(BASE, options=json.dumps({"model": {"depth": 3}}))
     trials = draw_trials(sweep_of({"options.model.width": [8, 16]}, trials=4), base, {})
     assert [hp.parse_options() for hp in trials] == [
-        {"model": {"depth": 3, "width": list_values(hp)["options.model.width"]}} for hp in trials
+        {"model": {"depth": 3, "width": flatten_hyperparameters(hp)["options.model.width"]}} for hp in trials
     ]
-    assert {list_values(hp)["options.model.width"] for hp in trials} == {8, 16}
+    assert {flatten_hyperparameters(hp)["options.model.width"] for hp in trials} == {8, 16}
     assert len(trials) == 2, "equal trials are one"
 
 
 def list_drawn(name: str, ends: dict[str, Any]) -> list[Any]:
-    return [list_values(hp)[name] for hp in draw_trials(sweep_of({name: ends}, trials=64), BASE, {})]
+    return [flatten_hyperparameters(hp)[name] for hp in draw_trials(sweep_of({name: ends}, trials=64), BASE, {})]
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,10 @@ def test_a_space_with_as_many_points_as_trials_is_tried_whole(space: dict[str, A
     points = {json.dumps(values) for values in product(*(space[name] for name in sorted(space)))}
     for trials in (len(points), 2 * len(points)):
         sweep = sweep_of(space, trials=trials, sampler=sampler)
-        drawn = [json.dumps([list_values(hp)[name] for name in sorted(space)]) for hp in draw_trials(sweep, BASE, {})]
+        drawn = [
+            json.dumps([flatten_hyperparameters(hp)[name] for name in sorted(space)])
+            for hp in draw_trials(sweep, BASE, {})
+        ]
         assert (len(drawn), {*drawn}) == (len(points), points)
         said = (
             "" if trials == len(points) else f"{len(points)} of {trials} trials: the space has {len(points)} combinati"
@@ -350,11 +353,16 @@ def test_tpe_learns_from_options() -> None:
 def test_each_value_has_a_place_of_its_own(given: Any) -> None:
     dimension = parse_dimension("options.model.size", given)
     for place in np.linspace(0, 1, 1000, endpoint=False).tolist():
-        value = dimension.value_at(place)
-        found = dimension.value_at(dimension.place_of(value))
+        value = dimension.place_to_value(place)
+        found = dimension.place_to_value(dimension.value_to_place(value))
         assert type(found) is type(value)
         assert found == (pytest.approx(value, rel=1e-12) if isinstance(value, float) else value)
-    assert 0 <= dimension.place_of(dimension.value_at(0.0)) <= dimension.place_of(dimension.value_at(0.9999999)) <= 1
+    assert (
+        0
+        <= dimension.value_to_place(dimension.place_to_value(0.0))
+        <= dimension.value_to_place(dimension.place_to_value(0.9999999))
+        <= 1
+    )
 
 
 def test_without_optuna_a_sentence_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

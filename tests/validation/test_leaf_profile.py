@@ -17,7 +17,7 @@ from flyte_ddp.core.loading import workers
 from flyte_ddp.datasets import arrays, fetch
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.datasets.sample_arrays import SampleArrays
-from flyte_ddp.validation.leaf_profile import count_ranges, describe_range
+from flyte_ddp.validation.leaf_profile import count_by_range, describe_range
 from flyte_ddp.validation.profile import DataProfile, render_profile
 from flyte_ddp.validation.profiling import check_profile, compute_profile, find_differences
 
@@ -41,7 +41,7 @@ def problems(found: DataProfile, hp: Hyperparameters = HP) -> list[str]:
 
 def test_numbers_are_counted_as_one_by_one() -> None:
     numbers = np.array([0.0, -0.0, 1, 2, 2.5, -3, 1e-3, np.nan, np.inf, -np.inf, 0.5, np.nan])
-    assert count_ranges(numbers) == Counter(describe_range(number + 0.0) for number in numbers.tolist())
+    assert count_by_range(numbers) == Counter(describe_range(number + 0.0) for number in numbers.tolist())
 
 
 def test_faults_of_a_table_are_refused_with_their_samples(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from scipy.stats import chi2, fisher_exact
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import UserError
-from flyte_ddp.validation.leaf_profile import count_ranges
+from flyte_ddp.validation.leaf_profile import count_by_range
 from flyte_ddp.validation.profile import LABELS, DataProfile, SplitProfile
 from flyte_ddp.validation.profiling import check_profile, find_differences
 
@@ -96,7 +96,7 @@ def test_a_change_to_both_sides_and_missing_rare_classes_are_found() -> None:
     random = np.random.default_rng(0)
     before, now = random.normal(size=(2, 3000))
     now[:240] *= 1000
-    numbers = [replace(GOOD, training=split({"column size": dict(count_ranges(each))})) for each in (before, now)]
+    numbers = [replace(GOOD, training=split({"column size": dict(count_by_range(each))})) for each in (before, now)]
     [(share, warning)] = find_differences(numbers[1], numbers[0])
     assert share == pytest.approx(0.08, abs=0.02)
     assert warning.startswith("training split: column size differs from the champion's in ")
