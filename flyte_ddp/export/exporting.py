@@ -23,7 +23,7 @@ from flyte_ddp.datasets.prepared_set import Opening, PreparedSet
 from flyte_ddp.export.graphs import ONNX, NotExportedError, ServedImages, ServedLeaves, write_onnx
 from flyte_ddp.export.onnx_process import OnnxProcess
 from flyte_ddp.models import artifacts
-from flyte_ddp.objectives.segmentation import logits_of
+from flyte_ddp.objectives.segmentation import extract_mask_logits
 from flyte_ddp.predict.prediction_batches import SavedModel, read_test_batches
 
 BATCH_SIZES = (1, 7, 64)  # several, because a graph may contain the size of a batch as a constant
@@ -115,7 +115,7 @@ def export_images_model(model: SavedModel, data: PreparedSet, folder: Path) -> C
     def compute_logits() -> Iterator[Tensor]:
         for batch in read_test_batches(model, data):
             if len(batch.inputs):
-                yield from logits_of(model.compute_outputs(batch.inputs)).float().cpu()
+                yield from extract_mask_logits(model.compute_outputs(batch.inputs)).float().cpu()
 
     def make_batches() -> Batches:
         """Yield each image alone in its original size, with logits. The first image also fills larger BATCH_SIZES."""

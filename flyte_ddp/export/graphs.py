@@ -18,7 +18,7 @@ from flyte_ddp.core.models import saving
 from flyte_ddp.core.models.inputs import InputSpec, compute_normalisation
 from flyte_ddp.core.models.sidecar import MIDDLE, ImageInput, Sidecar
 from flyte_ddp.core.samples.leaves import call_with_leaves, restore_leaves
-from flyte_ddp.objectives.segmentation import logits_of
+from flyte_ddp.objectives.segmentation import extract_mask_logits
 
 ONNX = "model.onnx"
 LARGEST = 2**15  # weights of pixels are whole numbers below this
@@ -138,7 +138,7 @@ class ServedImages(nn.Module):
         pixels = resize_rows(pixels.transpose(1, 2), self.height, rounded=self.middle).transpose(1, 2)
         scale, shift = self.get_buffer("scale"), self.get_buffer("shift")
         normal = (pixels * scale + shift).permute(0, 3, 1, 2).contiguous()  # as in training: models may use view()
-        return {"logits": logits_of(self.model(normal)).float()}
+        return {"logits": extract_mask_logits(self.model(normal)).float()}
 
 
 class ServedLeaves(nn.Module):

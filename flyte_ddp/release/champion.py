@@ -49,7 +49,7 @@ def evaluate_stored_version(
             return model, None
         threshold = model.objective.facts.threshold
         if model.classes != challenger.classes:
-            model.reorder_classes(challenger.classes)
+            model.set_class_order(challenger.classes)
             threshold = None if threshold is None else 1 - threshold  # of the other class's probability
         model.objective = challenger.objective.with_threshold(threshold)
         found = evaluate_split(model, data)

@@ -45,7 +45,9 @@ class Gate:
             found.identify_samples().write(beside[SAMPLES])
         if found.full_evaluation is not None and found.full_evaluation.monitoring_columns:
             beside[REFERENCE] = self.folder / REFERENCE
-            Reference(found.full_evaluation.monitoring_columns, found.full_evaluation.columns).write_file(beside[REFERENCE])
+            Reference(found.full_evaluation.monitoring_columns, found.full_evaluation.columns).write_file(
+                beside[REFERENCE]
+            )
         version = store_version(self.registry, *found.model.files, found.verdict, beside)
         apply_verdict(self.registry, version, found.verdict, by="p/d/e")
         return found

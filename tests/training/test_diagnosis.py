@@ -102,7 +102,9 @@ def test_the_error_names_epoch_step_and_where_it_began(
 def test_complex_weights_are_checked_before_they_change() -> None:
     """Also on a GPU: torch's optimisers that are not fused, as those of complex weights, do not skip a step."""
     model = nn.Linear(3, 2, bias=False, dtype=torch.complex64)
-    optimizer = create_optimizers(model, OptimizerSettings.from_hyperparameters(Hyperparameters()), Hyperparameters())[0]
+    optimizer = create_optimizers(model, OptimizerSettings.from_hyperparameters(Hyperparameters()), Hyperparameters())[
+        0
+    ]
     watch = LossWatch(model, optimizer, 0.1, a_step_later=True)
     before = model.weight.detach().clone()
     model.weight.grad = torch.ones_like(model.weight)

@@ -64,7 +64,7 @@ def build_objective(plan: TrainingPlan, data: TrainingData, training: Order, tar
 
 
 def describe_comparison_obstacle(accumulation_steps: int, mixup: float) -> str:
-    """Return why an objective cannot compare a batch's samples with these hyperparameters. Returns "" without reason."""
+    """Return why an objective cannot compare a batch's samples with these hyperparameters, or "" if it can."""
     if accumulation_steps > 1:
         return (
             f"accumulation_steps={accumulation_steps}: the objective compares the samples of a batch, and a "

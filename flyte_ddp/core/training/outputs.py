@@ -354,9 +354,7 @@ def predict_batches(state: TrainingState, objective: Objective, index: NDArray[n
         yield PredictedBatch((*values,), answers, arrays)
 
 
-def collect_answers(
-    objective: Objective, outputs: Any, targets: Leaves, samples: int
-) -> tuple[TableColumns, Arrays]:
+def collect_answers(objective: Objective, outputs: Any, targets: Leaves, samples: int) -> tuple[TableColumns, Arrays]:
     """Return a batch's answers and truths as columns of a table, and as arrays for the report.
 
     Args:
