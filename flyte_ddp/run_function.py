@@ -11,10 +11,11 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
+from flyte_ddp.calls import pickle_call
 from flyte_ddp.core import results
 from flyte_ddp.core.errors import BusyError, RankError, UserError, print_to_stderr
 from flyte_ddp.core.launch.default import choose_launcher
-from flyte_ddp.core.loops.call import RETURNED, Call, pickle_call
+from flyte_ddp.core.loops.call import RETURNED, Call
 from flyte_ddp.core.machine.resources import Request
 from flyte_ddp.core.runs import checkpoint
 from flyte_ddp.core.runs.checkpoint import Identity

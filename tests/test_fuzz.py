@@ -28,10 +28,10 @@ from flyte_ddp.core.models import saving
 from flyte_ddp.core.models.inputs import InputSpec
 from flyte_ddp.core.models.sidecar import Metrics, Sidecar
 from flyte_ddp.core.runs import checkpoint
-from flyte_ddp.core.samples.preprocessing import pack_preprocessing
 from flyte_ddp.datasets import prepared_folder
 from flyte_ddp.datasets.prepared import open_prepared
 from flyte_ddp.models import artifacts, zoo
+from flyte_ddp.models.preprocessing import pack_preprocessing
 from flyte_ddp.predict.new_rows import load_preprocessing
 from flyte_ddp.predict.sample_columns import Reference
 from flyte_ddp.report.report import render_report

@@ -23,7 +23,6 @@ from flyte_ddp.core.samples.leaves import (
     name_leaves,
     restore_leaves,
 )
-from flyte_ddp.core.samples.preprocessing import PREPROCESSING, pack_preprocessing
 from flyte_ddp.datasets import columns
 from flyte_ddp.datasets.item_set import ItemSet
 from flyte_ddp.datasets.leaf_conversion import (
@@ -39,6 +38,7 @@ from flyte_ddp.datasets.leaf_conversion import (
 )
 from flyte_ddp.datasets.prepared_folder import open_folder, read_array
 from flyte_ddp.datasets.rows import digest_bytes, digest_rows, digest_text, digest_texts, mix
+from flyte_ddp.models.preprocessing import PREPROCESSING, pack_preprocessing
 
 LEAVES = "leaves"  # key in the description of the forms of inputs and targets
 IDS = ("train_ids", "test_ids")

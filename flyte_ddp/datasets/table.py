@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.samples.leaves import name_leaves
-from flyte_ddp.core.samples.preprocessing import NUMBERED, TABLE, pickle_for_json
 from flyte_ddp.core.text.formatting import join_first
 from flyte_ddp.datasets import columns, rows
 from flyte_ddp.datasets.leaf_conversion import convert_id
 from flyte_ddp.datasets.sample_arrays import SampleArrays, make_arrays
+from flyte_ddp.models.preprocessing import NUMBERED, TABLE, pickle_for_json
 
 TRIED, ALONE = 16, 3  # numbers of test rows that are prepared again as a group, and one by one
 PARAMETERS = {

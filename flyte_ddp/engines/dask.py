@@ -10,7 +10,6 @@ from typing import Any
 
 from flyte_ddp.core.checks.parsing import JsonObject
 from flyte_ddp.core.errors import UnreachableError, UserError, require_extra
-from flyte_ddp.core.launch import capacity
 from flyte_ddp.core.launch.engine import (
     END_SECONDS,
     LOOPBACK,
@@ -25,6 +24,7 @@ from flyte_ddp.core.machine.process import hide_main_script
 from flyte_ddp.core.machine.resources import MOST_CPU_RANKS, Request, World
 from flyte_ddp.core.runs.work import Work
 from flyte_ddp.core.user_code.digest import ARITHMETIC
+from flyte_ddp.engines import capacity
 
 SCHEDULER = "DASK_SCHEDULER_ADDRESS"  # Dask's variable
 WORKERS = "workers of the Dask cluster"

@@ -9,7 +9,6 @@ from typing import Any
 
 from flyte_ddp.core.checks.parsing import JsonObject
 from flyte_ddp.core.errors import UnreachableError, UserError, require_extra
-from flyte_ddp.core.launch import capacity
 from flyte_ddp.core.launch.engine import (
     END_SECONDS,
     RankEndedError,
@@ -21,6 +20,7 @@ from flyte_ddp.core.launch.engine import (
 from flyte_ddp.core.machine.process import signal_handlers
 from flyte_ddp.core.machine.resources import MOST_CPU_RANKS, Request, World, choose_device_type
 from flyte_ddp.core.runs.work import Work
+from flyte_ddp.engines import capacity
 
 ADDRESS = "RAY_ADDRESS"  # Ray's variable
 REACH_SECONDS = 10.0  # for a cluster to answer; Ray's limit is a quarter of an hour, or none

@@ -1,14 +1,17 @@
 """The user code that a saved model's ``model.json`` names: today's, or the code stored there. Needs no torch."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from flyte_ddp.catalog import CODE_OPTIONS
 from flyte_ddp.core.checks.parsing import JsonObject
+from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.models.sidecar import Sidecar, read_sidecar
-from flyte_ddp.core.samples.preprocessing import TABLE
-from flyte_ddp.core.user_code.source import are_current_sources
+from flyte_ddp.core.user_code.digest import normalize_code, parse_python
+from flyte_ddp.core.user_code.source import read_user_sources
 from flyte_ddp.core.user_code.stored import StoredSpec
+from flyte_ddp.models.preprocessing import TABLE
 
 
 def read_model_json(path: Path) -> Sidecar:
@@ -50,3 +53,20 @@ def use_stored_code_if_changed(sidecar: Sidecar) -> Sidecar:
         hyperparameters=hyperparameters,
         preprocessing=preprocessing,
     )
+
+
+def are_current_sources(sources: Mapping[str, str], *specs: str) -> bool:
+    """Return whether the user's files that ``specs`` need today have the code in ``sources``, apart from comments.
+
+    Further files in ``sources`` make no difference. If a module does not exist, or the files have over 4 MiB, return
+    False. Puts the working directory first on ``sys.path``.
+    """
+    try:
+        today = read_user_sources(*specs)
+    except UserError:  # the module is gone
+        return False
+
+    def normalize(text: str) -> bytes:
+        return normalize_code(text.encode(), parse_python(text.encode()))
+
+    return bool(today) and all(name in sources and normalize(sources[name]) == normalize(today[name]) for name in today)

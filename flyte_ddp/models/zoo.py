@@ -1,5 +1,6 @@
 """Models by name: two small CNNs, torchvision's classifiers, and user-defined models."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from flyte_ddp import catalog
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.models.inputs import InputSpec, ModelInput
-from flyte_ddp.core.user_code.callables import load_callable, require_options, select_arguments
+from flyte_ddp.core.user_code.callables import load_callable, require_options
 
 
 def choose_input_spec(model: str, images: InputSpec, size: int, weights: catalog.PretrainedWeights | None) -> InputSpec:
@@ -153,3 +154,11 @@ class SmallCNN(nn.Module):
 
 
 SMALL_MODELS: dict[str, Callable[..., nn.Module]] = {"small_cnn": SmallCNN, "tutorial": Tutorial}
+
+
+def select_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a callable has parameters for, or all arguments if any keyword is accepted."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(arguments)
+    return {name: value for name, value in arguments.items() if name in parameters}

@@ -16,11 +16,11 @@ from flyte_ddp.core.loading.split import Splits
 from flyte_ddp.core.objectives.table_columns import TableColumns, list_inputs
 from flyte_ddp.core.order.sampling import Indices, Order
 from flyte_ddp.core.samples.leaves import Leaves, Ragged
-from flyte_ddp.core.samples.preprocessing import TABLE
 from flyte_ddp.core.settings import Settings
 from flyte_ddp.datasets.prepared import count_training_classes, order_and_open_splits, resolve_class_names
 from flyte_ddp.datasets.prepared_set import PreparedSet
 from flyte_ddp.datasets.rows import normalize_columns
+from flyte_ddp.models.preprocessing import TABLE
 
 TRIED_TOKENS = 10_000  # first tokens of the texts, on which a user-defined objective's weights are tried
 SIDES = {"train": "training", "test": "test"}

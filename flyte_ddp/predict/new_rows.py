@@ -17,7 +17,6 @@ from flyte_ddp.core.checks.forms import require_form
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.models.sidecar import LeavesInput, Sidecar
 from flyte_ddp.core.samples.leaves import Leaves, Ragged, get_leaves_form, map_leaves, name_leaves, restore_leaves
-from flyte_ddp.core.samples.preprocessing import TABLE, require_two_arguments
 from flyte_ddp.core.user_code.callables import load_callable
 from flyte_ddp.core.user_code.source import translate_user_errors
 from flyte_ddp.core.user_code.stored import StoredSpec, import_stored_module
@@ -26,6 +25,7 @@ from flyte_ddp.datasets.leaf_conversion import convert_inputs, convert_new_input
 from flyte_ddp.datasets.rows import order_columns, take_rows
 from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.datasets.table import Table, make_table, prepare_copy, read_rows
+from flyte_ddp.models.preprocessing import TABLE, require_two_arguments
 from flyte_ddp.models.stored_code import read_model_json
 
 FITTED = {"pickle": str, "sha256": str, "releases": str, "rows?": list, "columns?": {str: list}}  # a form

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from flyte_ddp.core.errors import UserError
-from flyte_ddp.core.samples.preprocessing import NUMBERED
 from flyte_ddp.core.text.formatting import format_count, join_first
 from flyte_ddp.datasets.encoded.samples import BadSamples
 from flyte_ddp.datasets.rows import MISSING
 from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.datasets.table import name_targets, number_names
+from flyte_ddp.models.preprocessing import NUMBERED
 from flyte_ddp.predict.new_rows import load_preprocessing
 from flyte_ddp.predict.prediction_batches import Batch, SavedModel, mask_undecoded_targets, read_prepared_batches
 

@@ -11,8 +11,8 @@ from flytekit.models.literals import LiteralMap
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
+from flyte_ddp.calls import describe_value, digest_value
 from flyte_ddp.core.files import hold_lock
-from flyte_ddp.core.loops.call import describe_value, digest_value
 
 Remote = (FlyteFile, FlyteDirectory)  # types whose values are downloaded when first opened
 

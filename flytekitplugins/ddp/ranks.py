@@ -16,8 +16,9 @@ from flytekit.deck.deck import TimeLineDeck
 from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.models.literals import LiteralMap
 
+from flyte_ddp.calls import digest_code, function_name, pickle_for_ranks
 from flyte_ddp.core.errors import UnreachableError
-from flyte_ddp.core.loops.call import Call, digest_code, function_name, pickle_for_ranks
+from flyte_ddp.core.loops.call import Call
 from flytekitplugins.ddp.inputs import share_downloads
 from flytekitplugins.ddp.outputs import convert_outputs, refuse_unwritable_types
 

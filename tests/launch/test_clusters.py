@@ -10,9 +10,8 @@ import ray as engine
 from ray._private import services
 
 from flyte_ddp.core.errors import UnreachableError, UserError
-from flyte_ddp.core.launch import capacity
 from flyte_ddp.core.machine.resources import Request
-from flyte_ddp.engines import dask, ray
+from flyte_ddp.engines import capacity, dask, ray
 
 pytestmark = pytest.mark.usefixtures("temporary")
 

@@ -11,8 +11,8 @@ import pytest
 from engines import Run
 
 from flyte_ddp import UserError
+from flyte_ddp.calls import pickle_call
 from flyte_ddp.core.launch import spawn
-from flyte_ddp.core.loops.call import pickle_call
 
 
 @pytest.mark.parametrize(

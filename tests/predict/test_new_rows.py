@@ -24,8 +24,8 @@ from sklearn.preprocessing import OneHotEncoder, StandardScaler
 from training_runs import QUIET, train_in
 
 from flyte_ddp import Hyperparameters, UserError, arrays, fetch, load_model, read_new_rows
-from flyte_ddp.core.samples.preprocessing import pack_preprocessing
 from flyte_ddp.core.user_code.stored import StoredSpec
+from flyte_ddp.models.preprocessing import pack_preprocessing
 from flyte_ddp.run import Result
 
 CODE = """

@@ -13,7 +13,7 @@ is in tests/helpers/agents.py.
 - ``check_engine`` raises UnreachableError when an agent will not come (again).
 - Agents end when the connection ends. So the rendezvous closes before the engine waits for agents or kills agents.
 - ``RankInfo.local_rank`` is the number of a GPU among the GPUs of the agent's process.
-- :mod:`flyte_ddp.core.launch.capacity` waits for hosts, and reduces the number of ranks to the capacity.
+- ``engines/capacity.py`` waits for hosts, and reduces the number of ranks to the capacity.
 """
 
 from typing import Protocol

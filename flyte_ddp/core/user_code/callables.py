@@ -91,14 +91,6 @@ def require_positional_arguments(what: str, function: Callable[..., Any], *names
         raise UserError(f"{what}: {error}; the callable must accept ({', '.join(names)})") from None
 
 
-def select_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a callable has parameters for, or all arguments if any keyword is accepted."""
-    parameters = inspect.signature(function).parameters
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return dict(arguments)
-    return {name: value for name, value in arguments.items() if name in parameters}
-
-
 def split_spec(spec: str) -> tuple[str, str]:
     match = SPEC.fullmatch(spec)
     if match is None:

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -91,23 +91,6 @@ def read_user_sources(*specs: str) -> dict[str, str]:
     if sum(map(len, found.values())) > STORED_BYTES:
         return {}
     return {name: importlib.util.decode_source(content) for name, content in found.items()}
-
-
-def are_current_sources(sources: Mapping[str, str], *specs: str) -> bool:
-    """Return whether the user's files that ``specs`` need today have the code in ``sources``, apart from comments.
-
-    Further files in ``sources`` make no difference. If a module does not exist, or the files have over 4 MiB, return
-    False. Puts the working directory first on ``sys.path``.
-    """
-    try:
-        today = read_user_sources(*specs)
-    except UserError:  # the module is gone
-        return False
-
-    def normalize(text: str) -> bytes:
-        return normalize_code(text.encode(), parse_python(text.encode()))
-
-    return bool(today) and all(name in sources and normalize(sources[name]) == normalize(today[name]) for name in today)
 
 
 def list_user_files(*specs: str) -> set[Path]:
