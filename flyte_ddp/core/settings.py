@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flyte_ddp.core.errors import UserError
 
@@ -37,7 +37,7 @@ def read_variable_table() -> dict[str, Variable]:
     return {name: Variable(name, where, *row) for where, rows in tables.items() for name, row in rows.items()}
 
 
-def load_variables_file() -> dict[str, Any]:
+def load_variables_file() -> dict[str, dict[str, list[str] | str]]:
     import tomllib  # takes 5 ms, and most importers of this module do not need it
 
     return tomllib.loads(Path(__file__).with_name("variables.toml").read_text(encoding="utf-8"))

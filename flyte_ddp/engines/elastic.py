@@ -125,9 +125,8 @@ def open_local_node(num_workers: int, retries: int) -> Iterator[Node]:
 
     with prepare_elastic(), tempfile.TemporaryDirectory(prefix="flyte-ddp-elastic-") as folder:
         # Elastic's TCP stores have no password. No other host needs a keep-alive.
-        rules: dict[str, Any] = {"store_type": "file", "keep_alive_interval": NEVER_SECONDS}
         place = "c10d", f"{folder}/store", secrets.token_hex(8), 1, 1, LOOPBACK
-        parameters = RendezvousParameters(*place, **rules)
+        parameters = RendezvousParameters(*place, store_type="file", keep_alive_interval=NEVER_SECONDS)
         node = Node(parameters, num_workers, secret=secrets.token_bytes(32), retries=retries, poll_seconds=POLL_SECONDS)
         with node.run_in_thread():
             yield node

@@ -116,7 +116,7 @@ def get_torch_hub_folder() -> Path:
     return Path(home).expanduser() / "hub"
 
 
-def rename_densenet_layers(state_dict: dict[str, Any]) -> None:
+def rename_densenet_layers(state_dict: dict[str, Tensor]) -> None:
     """Rename DenseNet's layers to torchvision's current names, in place. Also removes auxiliary heads of any model."""
     for name in [*state_dict]:
         value = state_dict.pop(name)  # and put back, to keep the order of names

@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from flyte_ddp.core.checks.parsing import JsonObject
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.user_code.callables import split_spec
 from flyte_ddp.core.user_code.digest import list_releases
@@ -18,7 +19,7 @@ TABLE = "table"  # key in a preprocessing: the Table that makes inputs of rows, 
 
 def pack_preprocessing(
     preprocessing: Any, prepare: Callable[[Any, Any], Any] | None, columns: Mapping[str, Sequence[str]]
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return a JSON object with the pickled ``preprocessing``, the name of ``prepare``, and ``columns``.
 
     If ``preprocessing`` and ``prepare`` are None, the object is empty.
@@ -53,7 +54,7 @@ def require_two_arguments(prepare: Callable[..., Any], spec: str) -> None:
         raise UserError(f"prepare={spec!r}: must accept (preprocessing, source)") from None
 
 
-def pickle_for_json(fitted: Any) -> dict[str, Any]:
+def pickle_for_json(fitted: Any) -> JsonObject:
     """Return a JSON object with an object's pickle in base64, its SHA-256, and the versions of installed packages.
 
     Raises:

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from flyte_ddp import catalog
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.models.inputs import InputSpec, ModelInput
 from flyte_ddp.core.user_code.callables import load_callable, require_options
+
+Value = TypeVar("Value")
 
 
 def choose_input_spec(model: str, images: InputSpec, size: int, weights: catalog.PretrainedWeights | None) -> InputSpec:
@@ -89,14 +91,14 @@ def build_torchvision_model(name: str, num_classes: int, spec: InputSpec, option
     """
     from torchvision import models
 
-    given: dict[str, Any] = {"weights": None, "num_classes": num_classes}
+    special: Mapping[str, object] = {}
     if name in ("googlenet", "inception_v3"):
-        given |= {"aux_logits": False, "init_weights": True}
+        special = {"aux_logits": False, "init_weights": True}
     elif name.startswith("vit_"):
-        given["image_size"] = spec.height
+        special = {"image_size": spec.height}
     elif name == "maxvit_t":
-        given["input_size"] = (spec.height, spec.width)
-    built: nn.Module = models.get_model(name, **{**given, **options})
+        special = {"input_size": (spec.height, spec.width)}
+    built: nn.Module = models.get_model(name, **{"weights": None, "num_classes": num_classes, **special, **options})
     return built
 
 
@@ -156,7 +158,7 @@ class SmallCNN(nn.Module):
 SMALL_MODELS: dict[str, Callable[..., nn.Module]] = {"small_cnn": SmallCNN, "tutorial": Tutorial}
 
 
-def select_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+def select_arguments(function: Callable[..., Any], arguments: Mapping[str, Value]) -> dict[str, Value]:
     """Return the arguments that a callable has parameters for, or all arguments if any keyword is accepted."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):

@@ -18,7 +18,7 @@ from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.files import unlock_file
 from flyte_ddp.shards.cache import CacheFullError, ShardCache, make_unusable_shard_error, set_access_time_to_now
 from flyte_ddp.shards.index import Shard, ShardIndex, read_index
-from flyte_ddp.shards.members import decode_sample
+from flyte_ddp.shards.members import Sample, decode_sample
 from flyte_ddp.shards.tar import group_members_into_samples, iterate_tar_members, read_stored_table_or_none
 
 MOST_OPEN = 32  # shards that one process keeps open, each with its table of samples
@@ -288,7 +288,7 @@ class ShardDataset:
     def __len__(self) -> int:
         return len(self.index)
 
-    def __getitem__(self, number: Any) -> dict[str, Any]:
+    def __getitem__(self, number: Any) -> Sample:
         """Return a sample as a dict. Negative numbers count from the end.
 
         Downloads the shard if needed, in up to 4 tries. Waits up to 60 s for room in the cache, and without limit for
@@ -307,7 +307,7 @@ class ShardDataset:
         key, contents = self.reader.read_sample(number)
         shard_number, inside = self.index.locate_sample(number)
         shard = self.index.shards[shard_number]
-        sample: dict[str, Any] = {
+        sample: Sample = {
             **contents,
             "__key__": key,
             "__dataset__": self.index.parts[shard.part].name,

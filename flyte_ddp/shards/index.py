@@ -10,11 +10,11 @@ import gc
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,13 +26,48 @@ from flyte_ddp.core.samples.class_names import normalize_class_names
 from flyte_ddp.core.settings import ALLOWED
 
 KIND = "wids-shard-index-v1"
-EXTENSION = "flyte_ddp"
+EXTENSION: Final = "flyte_ddp"
 MOST_BYTES = 1 << 44  # maximum of a shard, so that the sum of 100,000 shards fits into 64 bits
 MOST_SAMPLES = 10_000_000  # maximum of a shard: more samples would have over 5 GB of tar headers
 # A file name below the base that needs no further checks: no scheme, no NUL, and no "." or ".." as a folder.
 PLAIN_NAME = re.compile(r"(?!.*(?:://|\0))(?!(?:.*/)?\.{1,2}(?:/|$))[^/].*", re.DOTALL)
 # Exceptions that using a field of a wrong type can raise.
 WRONG_TYPES = (LookupError, TypeError, ValueError, AttributeError)
+
+
+class ShardJson(TypedDict):
+    """An entry of ``shardlist``."""
+
+    url: str  # absolute, or below the base
+    nsamples: int
+    filesize: NotRequired[int]
+    md5sum: NotRequired[str | None]
+    sha256: NotRequired[str | None]
+    table: NotRequired[Sequence[Any] | None]  # of this package: first byte, length and digest of the table of samples
+
+
+class ExtensionJson(TypedDict, total=False):
+    """The fields of an index that only this package has."""
+
+    classes: Sequence[str]
+    tables: str  # address of the file with the tables of samples
+
+
+class IndexJson(TypedDict, total=False):
+    """An index, or an entry of ``datasets``, as JSON.
+
+    A user's file may have values of other types. Where such a value is used, an exception of WRONG_TYPES is raised.
+    """
+
+    name: str | None
+    base: str | None
+    shardlist: list[ShardJson]
+    datasets: list["IndexJson"]
+    weight: float  # of an entry
+    source_url: str  # of an entry
+    flyte_ddp: ExtensionJson
+    __kind__: str
+    wids_version: int
 
 
 class Shard(NamedTuple):
@@ -131,7 +166,7 @@ def read_index(address: str) -> ShardIndex:
 
 
 @pause_garbage_collector()
-def parse_index(address: str, index_json: dict[str, Any]) -> ShardIndex:
+def parse_index(address: str, index_json: IndexJson) -> ShardIndex:
     """Make the index at ``address`` from its JSON. Also reads indexes that the JSON names, in up to 4 tries.
 
     Raises:
@@ -146,7 +181,7 @@ def parse_index(address: str, index_json: dict[str, Any]) -> ShardIndex:
         raise make_malformed_index_error(address, f"a field is missing or has a wrong type ({error!r})") from None
 
 
-def parse_index_fields(address: str, index_json: dict[str, Any]) -> ShardIndex:
+def parse_index_fields(address: str, index_json: IndexJson) -> ShardIndex:
     """Make the index at ``address`` from its JSON. Also reads indexes that the JSON names, in up to 4 tries.
 
     Raises:
@@ -154,9 +189,9 @@ def parse_index_fields(address: str, index_json: dict[str, Any]) -> ShardIndex:
         UserError: An index cannot be read, has no shards, or has an unfit weight or address. Also if indexes have
             different classes.
     """
-    sources = (
-        [(address, index_json, index_json)] if index_json.get("shardlist") else []
-    )  # address, JSON, the part's entry
+    sources = list[tuple[str, IndexJson, IndexJson]]()  # address, JSON, the part's entry
+    if index_json.get("shardlist"):
+        sources.append((address, index_json, index_json))
     sources += [
         (*load_part_index_json(address, index_json, entry), entry) for entry in index_json.get("datasets") or []
     ]
@@ -189,14 +224,14 @@ def shorten_repr(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
-def load_index_json(address: str) -> dict[str, Any]:
+def load_index_json(address: str) -> IndexJson:
     """Read an index, in up to 4 tries with pauses, and return the JSON.
 
     Raises:
         UserError: The index cannot be read, is not JSON, or is not in wids' format, version 1.
     """
     try:
-        index_json = parse_json(storage.call_with_retries(address, storage.read_file))
+        index_json: IndexJson = parse_json(storage.call_with_retries(address, storage.read_file))
     except storage.UnavailableError as failure:
         where = "the address, and that the server is up" if storage.find_local_path(address) is None else "the path"
         raise failure.to_user_error(f"index {address}: cannot be read ({failure}); check {where}") from None
@@ -214,7 +249,7 @@ def load_index_json(address: str) -> dict[str, Any]:
     return index_json
 
 
-def load_part_index_json(address: str, index_json: dict[str, Any], entry: Any) -> tuple[str, dict[str, Any]]:
+def load_part_index_json(address: str, index_json: IndexJson, entry: IndexJson) -> tuple[str, IndexJson]:
     """Return address and JSON of the index that lists a part's shards. If the index is another file, read the file.
 
     Args:
@@ -235,7 +270,7 @@ def load_part_index_json(address: str, index_json: dict[str, Any], entry: Any) -
     return where, listed
 
 
-def parse_class_names(address: str, index_json: dict[str, Any]) -> tuple[str, ...]:
+def parse_class_names(address: str, index_json: IndexJson) -> tuple[str, ...]:
     """Return the class names in an index's JSON, or () if it has none.
 
     Raises:
@@ -248,7 +283,7 @@ def parse_class_names(address: str, index_json: dict[str, Any]) -> tuple[str, ..
     return normalize_class_names(f"index {address}", classes)
 
 
-def resolve_base_address(address: str, index_json: Mapping[str, Any]) -> str:
+def resolve_base_address(address: str, index_json: IndexJson) -> str:
     folder = storage.parent_address(address)
     return check_and_resolve_address(address, folder, index_json["base"]) if index_json.get("base") else folder
 
@@ -283,7 +318,7 @@ def check_and_resolve_address(index: str, base: str, entry_address: Any) -> str:
     return whole
 
 
-def parse_shards(address: str, index_json: Mapping[str, Any], part: int) -> Iterator[Shard]:
+def parse_shards(address: str, index_json: IndexJson, part: int) -> Iterator[Shard]:
     """Yield the shards that ``shardlist`` of an index lists.
 
     Args:
@@ -330,11 +365,17 @@ def require_integer_within(value: Any, most: int = MOST_BYTES, least: int = 0) -
     return value
 
 
-def make_shard_entry(shard: Shard, folder: str) -> dict[str, Any]:
+def make_shard_entry(shard: Shard, folder: str) -> ShardJson:
     """Return a shard's JSON entry, with digests and table, for an index in ``folder``.
 
     The entry has a relative address if the shard is below ``folder``.
     """
     url = shard.url.removeprefix(f"{folder.rstrip('/')}/")
-    entry = {"url": url if PLAIN_NAME.fullmatch(url) else shard.url, "nsamples": shard.samples, "filesize": shard.size}
-    return entry | {"md5sum": shard.md5, "sha256": shard.sha256, "table": shard.table and shard.table[1:]}
+    return {
+        "url": url if PLAIN_NAME.fullmatch(url) else shard.url,
+        "nsamples": shard.samples,
+        "filesize": shard.size,
+        "md5sum": shard.md5,
+        "sha256": shard.sha256,
+        "table": shard.table and shard.table[1:],
+    }

@@ -64,6 +64,7 @@ def open_image_lazily(content: bytes) -> Any:
         raise ValueError("unknown image format") from None  # Pillow's text shows the BytesIO object
 
 
+Sample = dict[str, Any]  # bytes or decoded members by extension, and wids' keys such as __key__
 DECODERS: dict[str, Callable[[bytes], Any]] = {
     **dict.fromkeys(IMAGES, open_image_lazily),
     **dict.fromkeys(("cls", "cls2"), int),
@@ -74,7 +75,7 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
 }
 
 
-def decode_sample(sample: dict[str, Any]) -> dict[str, Any]:
+def decode_sample(sample: Sample) -> Sample:
     """Return a copy of a sample, with each member decoded by its extension.
 
     Images become PIL images, ``.cls`` and ``.cls2`` int, ``.txt`` and ``.text`` str, ``.json`` Python values, and

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from flyte_ddp import storage
 from flyte_ddp.catalog import IMAGES
@@ -25,6 +25,8 @@ from flyte_ddp.shards.cache import make_unusable_shard_error
 from flyte_ddp.shards.index import (
     EXTENSION,
     KIND,
+    ExtensionJson,
+    IndexJson,
     Part,
     Shard,
     ShardIndex,
@@ -264,12 +266,12 @@ def create_index(
     names = tuple(classes) or tuple(str(label) for label in range(labels))
     index = ShardIndex(name or output.stem, listed, (Part(name or output.stem),), names)
     entries = [make_shard_entry(shard, str(output.parent)) for shard in listed]
-    own = {"classes": names, "tables": tables.name}
+    own: ExtensionJson = {"classes": names, "tables": tables.name}
     write_index_file(output, {"name": index.name, EXTENSION: own, "shardlist": entries})
     return index
 
 
-def write_index_file(output: Path, content: dict[str, Any]) -> None:
+def write_index_file(output: Path, content: IndexJson) -> None:
     with replace_file(output) as file:
         file.write(f"{json.dumps({'__kind__': KIND, 'wids_version': 1, **content})}\n".encode())
 
@@ -295,11 +297,11 @@ def join_indexes(
         raise UserError(f"indexes {', '.join(addresses) or 'none'}: must be two or more, each given once")
     if len(weights) not in (0, len(addresses)):
         raise UserError(f"{len(weights)} weights: must be one for each of the {len(addresses)} indexes, or none")
-    references = [
+    references: list[IndexJson] = [
         {"source_url": address.removeprefix(f"{output.parent}/"), "weight": weight}
         for address, weight in zip(addresses, weights or [1.0] * len(addresses), strict=True)
     ]
-    content: dict[str, Any] = {"name": name or output.stem, "datasets": references}
+    content: IndexJson = {"name": name or output.stem, "datasets": references}
     index = parse_index(str(output), content)
     for reference, part in zip(references, index.parts, strict=True):
         reference["name"] = part.name

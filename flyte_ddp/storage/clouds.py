@@ -35,7 +35,7 @@ def make_s3_store(bucket: str) -> Any:
         session.set_credentials(key, secret)
     credentials = session.get_credentials()
 
-    def fetch_credentials() -> dict[str, Any]:
+    def fetch_credentials() -> dict[str, str | datetime]:
         """Return the current credentials in obstore's form. botocore renews them before they expire."""
         frozen = credentials.get_frozen_credentials()
         names = {"access_key_id": frozen.access_key, "secret_access_key": frozen.secret_key, "token": frozen.token}

@@ -9,7 +9,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -96,9 +96,11 @@ def write_file(address: str, content: bytes | Path, *, create: bool) -> None:
         ExistsError: With ``create``, the object exists.
         UnavailableError: The object cannot be written.
     """
-    parts: dict[str, Any] = {"chunk_size": PART_BYTES, "max_concurrency": 4}
-    options = {"mode": "create", "use_multipart": False} if create else parts
-    call_on_bucket(address, lambda store, key: obstore.put(store, key, content, **options))
+    if create:
+        put = partial(obstore.put, mode="create", use_multipart=False)
+    else:
+        put = partial(obstore.put, chunk_size=PART_BYTES, max_concurrency=4)
+    call_on_bucket(address, lambda store, key: put(store, key, content))
 
 
 def delete_files(addresses: Sequence[str]) -> None:

@@ -12,12 +12,13 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from flyte_ddp.calls import describe_value, digest_value
+from flyte_ddp.core.checks.parsing import JsonObject
 from flyte_ddp.core.files import hold_lock
 
 Remote = (FlyteFile, FlyteDirectory)  # types whose values are downloaded when first opened
 
 
-def describe_inputs(inputs: Mapping[str, Any], literals: LiteralMap | None, ignored: tuple[str, ...]) -> dict[str, Any]:
+def describe_inputs(inputs: Mapping[str, Any], literals: LiteralMap | None, ignored: tuple[str, ...]) -> JsonObject:
     """Return the inputs by name, without ``ignored``, as JSON values that are equal for equal inputs.
 
     ``literals`` are Flyte's literals of the inputs, if known. If a literal has a hash, the hash replaces the input.

@@ -80,7 +80,7 @@ def run_body(
     function: Callable[..., Any],
     inputs: dict[str, Any],
     raw_output: str,
-    outputs: tuple[dict[str, Any], str | None],
+    outputs: tuple[dict[str, type], str | None],
     literals: bool,
 ) -> Returned | None:
     """Call a task's function in this rank, in flytekit's context. Rank 0 returns the results, and other ranks None.

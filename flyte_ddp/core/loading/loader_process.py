@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ def run_loader_server(pipes: Sequence[Connection], exits: Connection, limit_seco
         exits: Gets (number, exit code) when a loader process ends. The number is the position of its pipe.
         limit_seconds: Time limit for loading a sample.
     """
-    signal.signal(END, kill_descendants_and_exit)
+    signal.signal(END, process.kill_descendants_and_exit)
     process.become_subreaper()  # of processes that loader processes leave behind
     process.die_with_parent(END)
     process.set_process_name(NAME)
@@ -89,12 +89,6 @@ def run_loader_server(pipes: Sequence[Connection], exits: Connection, limit_seco
         if pid in running:  # else a loader process left the process behind
             exits.send((running.pop(pid), os.waitstatus_to_exitcode(status)))
     process.kill_descendants()
-
-
-def kill_descendants_and_exit(*_: object) -> NoReturn:
-    signal.signal(END, signal.SIG_IGN)
-    process.kill_descendants()
-    os._exit(1)
 
 
 def run_loader_process(pipe: Connection) -> None:

@@ -20,7 +20,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 # linux/prctl.h
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 15, 36, 37
@@ -186,7 +186,7 @@ def hide_main_script() -> Iterator[None]:
     process.
     """
     main = vars(sys.modules["__main__"])
-    before: dict[str, Any] = {name: main[name] for name in ("__file__", "__spec__") if name in main}
+    before: Mapping[str, object] = {name: main[name] for name in ("__file__", "__spec__") if name in main}
     main.pop("__file__", None)
     main["__spec__"] = None
     try:
@@ -217,6 +217,15 @@ def kill_descendants() -> None:
     Spares the helper processes of Python and torch.
     """
     kill_process_trees(lambda: list_children(os.getpid(), ended=True) - list_helper_pids())
+
+
+def kill_descendants_and_exit(*_: object) -> NoReturn:
+    """Kill all descendants, and exit with code 1, without clean-up: freeing torch takes a second.
+
+    This function may be the handler of a signal, which may come again meanwhile.
+    """
+    kill_descendants()
+    os._exit(1)
 
 
 @contextmanager

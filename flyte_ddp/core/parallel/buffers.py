@@ -8,7 +8,7 @@ import copy
 import operator
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.parallel.distributed import copy_from_rank_0, has_separate_elements, rank, world_size
 from flyte_ddp.core.parallel.node_memory import compute_aligned_sizes, split_memory
+
+
+class SavedBuffers(TypedDict):
+    """The state of Buffers in a checkpoint."""
+
+    unsaved: dict[str, Tensor]  # buffers that the model's state_dict omits
+    changed: list[str]  # names of buffers
 
 
 class Buffers:
@@ -137,13 +144,13 @@ class Buffers:
         now = {name for name, (new, old) in pairs.items() if not ((new == old) | new.isnan() & old.isnan()).all()}
         return sorted(self.changed_before_resume | now)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> SavedBuffers:
         """Return the buffers that the model's ``state_dict`` omits ("unsaved"), and the names of changed buffers."""
         unsaved = {name: self.after_last_step[name] for name in self.unsaved_names}
         return {"unsaved": unsaved, "changed": self.list_changed_buffers()}
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: SavedBuffers) -> None:
         """Restore the result of :meth:`state_dict`, and set the model's buffers that its ``state_dict`` omits.
 
         Call the model's ``load_state_dict`` first.

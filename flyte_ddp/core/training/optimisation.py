@@ -51,15 +51,15 @@ def create_optimizers(
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     undecayed = set() if settings.decay_norms else list_parameters_without_decay(model)
     fused = True if all(parameter.is_floating_point() for parameter in parameters) else None
-    options: dict[str, Any] = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay, "fused": fused}
+    rate, decay = settings.learning_rate, settings.weight_decay
     decayed = {"params": [parameter for parameter in parameters if parameter not in undecayed]}
     others = {"params": [parameter for parameter in parameters if parameter in undecayed], "weight_decay": 0.0}
     groups = [group for group in (decayed, others) if group["params"]]
     if settings.optimizer != "sgd":
         adam = strip_compiler_decorators(torch.optim.AdamW if settings.optimizer == "adamw" else torch.optim.Adam)
-        return [adam(groups, betas=(settings.momentum, 0.999), **options)]
-    options |= {"momentum": settings.momentum, "nesterov": settings.nesterov}
-    sgd = strip_compiler_decorators(torch.optim.SGD)(groups, **options)
+        return [adam(groups, rate, (settings.momentum, 0.999), weight_decay=decay, fused=fused)]
+    sgd_class = strip_compiler_decorators(torch.optim.SGD)
+    sgd = sgd_class(groups, rate, settings.momentum, weight_decay=decay, nesterov=settings.nesterov, fused=fused)
     if settings.momentum:  # without it, fused SGD fails on a parameter that gets its first gradient later than others
         for parameter in parameters:
             sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
+from flyte_ddp.core.checks.parsing import JsonObject
 from flyte_ddp.core.hardware import HardwareSettings
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ INITIAL_WEIGHTS = "initial weights"  # key in Work.files
 class Values(Protocol):
     """The hyperparameters as the user gave them."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return all values by name, for records."""
 
 

@@ -19,7 +19,12 @@ from flyte_ddp.core.launch.supervise.link import RankInfo
 from flyte_ddp.core.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.core.launch.supervise.rank_starter import open_rank_starter
 from flyte_ddp.core.launch.supervise.supervisor import end_ranks
-from flyte_ddp.core.machine.process import become_subreaper, ignore_signals, kill_descendants
+from flyte_ddp.core.machine.process import (
+    become_subreaper,
+    ignore_signals,
+    kill_descendants,
+    kill_descendants_and_exit,
+)
 
 
 class RankEndedError(RuntimeError):
@@ -112,8 +117,7 @@ def open_restarter(info: RankInfo) -> Iterator[Callable[[], RankHandle]]:
 def exit_with_parent() -> None:
     while os.read(sys.stdin.fileno(), 1):
         pass
-    kill_descendants()
-    os._exit(1)
+    kill_descendants_and_exit()
 
 
 if __name__ == "__main__":

@@ -115,17 +115,11 @@ def relay_until_restart(handle: RankHandle, folder: Path, pipe: Connection, send
         while over is None:
             if (message := pipe.recv()) is Notice.RESTART:
                 return
-            over = find_end(message)
-    raise over
+            over = message if isinstance(message, RunOver) else None
+    raise connection.RunOverError(over.error)
 
 
-def find_end(message: Message) -> connection.RunOverError | None:
-    return connection.RunOverError(message.error) if isinstance(message, RunOver) else None
-
-
-def relay_messages(
-    handle: RankHandle, pipe: Connection, send: Send, folder: Path | None
-) -> connection.RunOverError | None:
+def relay_messages(handle: RankHandle, pipe: Connection, send: Send, folder: Path | None) -> RunOver | None:
     """Relay messages until the rank exits, and send the launcher the exit code.
 
     If the launcher requests so, kills the rank or sends its stack. For rank 0 also sends changed files of ``folder``,
@@ -138,12 +132,12 @@ def relay_messages(
         folder: This host's folder of the run, or None if the launcher sees the folder.
 
     Returns:
-        A RunOverError if the launcher has sent that the run is over, otherwise None.
+        The launcher's message that the run is over, or None if no such message has come.
 
     Raises:
         LauncherGoneError: The launcher is lost.
     """
-    over: connection.RunOverError | None = None
+    over: RunOver | None = None
     files = FileSender(folder, send) if folder is not None and handle.rank == 0 else None
 
     def send_from_rank(message: Message) -> None:
@@ -164,7 +158,7 @@ def relay_messages(
         if pipe in ready:
             with detect_lost_launcher():
                 message = pipe.recv()
-            over = over or find_end(message)
+            over = message if isinstance(message, RunOver) else over
             if isinstance(message, Handover) and folder is not None:
                 files = FileSender(folder, send)
             hand_to_rank(message, handle, send)

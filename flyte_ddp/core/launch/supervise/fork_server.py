@@ -26,6 +26,7 @@ from flyte_ddp.core.machine.process import (
     become_subreaper,
     die_with_parent,
     kill_descendants,
+    kill_descendants_and_exit,
     kill_process_trees,
     list_children,
     list_helper_pids,
@@ -78,7 +79,7 @@ def run_rank_server(requests: socket.socket, with_torch: bool) -> NoReturn:
         if os.getppid() != launcher.pid:  # the launcher ended before die_with_parent was called
             break
         wait_for_ranks(ranks)
-    kill_ranks_and_exit()
+    kill_descendants_and_exit()
 
 
 def receive_request(requests: socket.socket) -> list[RankPipes]:
@@ -194,15 +195,10 @@ def report_and_exit(error: BaseException, ranks: list[RankPipes]) -> NoReturn:
     for each in ranks:
         with suppress(OSError):
             each.pipe.send(make_failure_report(error))
-    kill_ranks_and_exit()
+    kill_descendants_and_exit()
 
 
 def kill_ranks(launcher: int | None, *_: object) -> None:
     kill_descendants()
     if os.getppid() != launcher:
         os._exit(1)
-
-
-def kill_ranks_and_exit() -> NoReturn:
-    kill_descendants()
-    os._exit(1)  # without clean-up: freeing torch takes a second

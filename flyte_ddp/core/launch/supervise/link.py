@@ -98,15 +98,15 @@ class Link(PipeEnd):
         self._stand_in = stand_in
 
     def _listen(self) -> None:
-        """Handle messages in the link's thread until the pipe ends.
+        """Handle messages in the link's thread until the pipe ends. Then end this process with exit code 1.
 
-        If a message cannot be handled, reports the error and ends this process with exit code 1.
+        If a message cannot be handled, reports the error and ends this process in the same way.
         """
         try:
             while True:
                 self.handle_message(self.pipe.recv())
         except (EOFError, OSError):
-            self.handle_lost_launcher()
+            os._exit(1)  # on Linux, the kernel has already killed this process together with its launcher
         except Exception as error:  # otherwise this rank would receive no messages, undetected
             self.report_error(error)
             os._exit(1)
@@ -123,10 +123,3 @@ class Link(PipeEnd):
                 self.send(Saved(self._save(seconds)))
             case Handover():
                 self.send(Saved(self._stand_in(message)))
-
-    def handle_lost_launcher(self) -> None:
-        """End this process with exit code 1.
-
-        On Linux, the kernel has already killed this process together with its launcher.
-        """
-        os._exit(1)

@@ -52,11 +52,6 @@ class Restarts:
         self.last_error = error
         return restart
 
-    def raise_unless_restart_helps(self, output_folder: Path, error: RankError) -> None:
-        """Raise ``error``, with the reason, unless a restart may help."""
-        if (final := self.find_reason_to_end(output_folder, error)) is not None:
-            raise final
-
     def find_reason_to_end(self, output_folder: Path, error: RankError) -> RankError | None:
         """Return ``error``, with the reason, if the run must end. Return None if a restart may help.
 
@@ -87,7 +82,8 @@ def run_with_restarts(work: Work, run: Callable[[Work], None], stop: StopRequest
         try:
             return run(work)
         except RankError as error:
-            restarts.raise_unless_restart_helps(work.output_folder, error)
+            if (final := restarts.find_reason_to_end(work.output_folder, error)) is not None:
+                raise final  # noqa: B904 (the same error, or its copy with the reason)
             work = restarts.rewind(work, error)
         if stop.signal is not None:
             raise stop_error(stop.signal, work.checkpoint.step if work.checkpoint else 0)
