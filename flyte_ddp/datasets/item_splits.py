@@ -19,7 +19,7 @@ from flyte_ddp.core.loading.user_functions import (
     Augmentation,
     derive_target_spec,
 )
-from flyte_ddp.core.loading.workers import make_pool
+from flyte_ddp.core.loading.workers import start_loader_pool
 from flyte_ddp.core.machine.resources import count_cores
 from flyte_ddp.core.models.inputs import InputSpec, LeafSpec, LeavesSpec, ModelInput
 from flyte_ddp.core.order.random_state import keep_random_state
@@ -180,7 +180,7 @@ def open_item_splits(data: ItemSet, orders: Orders, hp: Hyperparameters, device:
         UserError: ``mixup`` cannot mix the inputs, samples do not fit together, or user code cannot be imported.
         UserCodeError: User code fails on a sample that is read here.
     """
-    augmentations = {"train": Augmentation.of(hp.augment, hp.seed), "test": NO_AUGMENTATION}
+    augmentations = {"train": Augmentation.from_setting(hp.augment, hp.seed), "test": NO_AUGMENTATION}
     facts = describe_items(data, "train", orders["training"], hp.collate, hp.seed, classes=hp.num_classes)
     if hp.mixup:
         check_mixup(hp, facts.inputs)
@@ -260,6 +260,6 @@ def open_sources(
         else:
             options = {"augmentation": augmentation, "masked": facts.masked, "types": facts.types}
             loaders[side] = ItemLoader(items, collate, seed, **options)
-    pool = make_pool([*loaders.values()], workers)
+    pool = start_loader_pool([*loaders.values()], workers)
     by_processes = {side: loader.open_source(pool, device) for side, loader in loaders.items()}
     return ItemSources({**direct, **by_processes}, {**by_processes, **direct})

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.loading.batch_memory import BatchMemory
-from flyte_ddp.core.loading.collate import PADDED, Samples, Types, batch_samples
+from flyte_ddp.core.loading.collate import PADDED, Samples, Types, collate_samples
 from flyte_ddp.core.loading.sample_loader import SampleLoader
 from flyte_ddp.core.loading.split import Batch, BatchSource, CheckTargets, TargetSpec
 from flyte_ddp.core.loading.user_functions import (
@@ -22,7 +22,7 @@ from flyte_ddp.core.loading.user_functions import (
     UserFunction,
     require_target,
 )
-from flyte_ddp.core.loading.worker_sources import WorkerImages, WorkerSource, check_each_target
+from flyte_ddp.core.loading.worker_sources import WorkerImages, WorkerSource, check_targets_by_name
 from flyte_ddp.core.loading.workers import LoaderPool
 from flyte_ddp.core.machine.device_copy import copy_to_device
 from flyte_ddp.core.machine.waiting import limit_wait
@@ -80,7 +80,7 @@ class ItemLoader:
             loaded = [self.load_item(sample, epoch, name) for sample, name in zip(samples, names, strict=True)]
             if self.own_collate is not None:
                 return self.call_own_collate(self.own_collate, loaded, samples, epoch, f"{names[0]} to {names[-1]}")
-            return batch_samples(loaded, names, padded=self.collate == PADDED, masked=self.masked, types=self.types)
+            return collate_samples(loaded, names, padded=self.collate == PADDED, masked=self.masked, types=self.types)
 
     def call_own_collate(
         self, own: UserFunction, loaded: Samples, samples: Sequence[int], epoch: int | None, where: str
@@ -137,7 +137,7 @@ class ItemBatches(WorkerSource):
         self.loader = loader
         self.batches_ahead = 2 * pool.number if pool else 0  # each process then has a next task waiting
 
-    def submit_batch(self, pool: LoaderPool, samples: Indices, epoch: int | None) -> tuple[BatchMemory, int]:
+    def start_loading_batch(self, pool: LoaderPool, samples: Indices, epoch: int | None) -> tuple[BatchMemory, int]:
         return pool.submit_call(self.loader.load_items, samples.tolist(), epoch)
 
     def load_batch(self, samples: Indices, epoch: int | None, check_targets: CheckTargets | None = None) -> Batch:
@@ -152,11 +152,11 @@ class ItemBatches(WorkerSource):
             with keep_random_state():
                 inputs, targets = self.loader.load_items(samples.tolist(), epoch)
         else:
-            inputs, targets = self.pool.take_result(self.take_pending(samples, epoch))
+            inputs, targets = self.pool.wait_for_result(self.take_started_batch(samples, epoch))
         ids = self.loader.items.name_samples(samples.tolist())
         if check_targets is not None and isinstance(targets, (np.ndarray, Tensor)):
             names = [f"{self.loader.items.side} {sample}" for sample in ids or samples.tolist()]
-            check_each_target(check_targets, np.asarray(targets), names)
+            check_targets_by_name(check_targets, np.asarray(targets), names)
         inputs, targets = tree_map(self.put_on_device, (inputs, targets))
         return Batch(inputs, targets, ids)
 
@@ -189,7 +189,7 @@ class ItemImages(SampleLoader):
     def open_source(self, pool: LoaderPool | None, device: torch.device) -> BatchSource:
         return WorkerImages(self, pool, device)
 
-    def make_loads(self, samples: Sequence[int], epoch: int | None) -> list[Callable[[], Sample]]:
+    def make_load_functions(self, samples: Sequence[int], epoch: int | None) -> list[Callable[[], Sample]]:
         return [partial(self.load_sample, sample, epoch) for sample in samples]
 
     def load_sample(self, sample: int, epoch: int | None) -> Sample:

@@ -70,11 +70,11 @@ class OnDemandSet(ItemSet):
     @cached_property
     def seeded_transforms(self) -> dict[str, list[Any]]:
         """The transforms in the user's data sets that must be seeded, by side."""
-        from flyte_ddp.core.loading.user_functions import find_seeded_transforms
+        from flyte_ddp.core.loading.user_functions import list_seedable_transforms
 
         sides = {"train": self.sets.train, "test": self.sets.test}
         return {
-            side: [each for wrapped in unwrap(samples) for each in find_seeded_transforms(wrapped, "__getitem__")]
+            side: [each for wrapped in unwrap(samples) for each in list_seedable_transforms(wrapped, "__getitem__")]
             for side, samples in sides.items()
         }
 
@@ -89,10 +89,10 @@ class OnDemandSet(ItemSet):
             UserCodeError: User code fails.
             MachineError: User code does not return within FLYTE_DDP_TIMEOUT.
         """
-        from flyte_ddp.core.loading.user_functions import seed_for
+        from flyte_ddp.core.loading.user_functions import seed_for_sample
 
         samples, where = getattr(self.sets, side), f"dataset={self.name!r}: {side} sample {sample}"
-        seed_for("dataset", seed, epoch or 0, sample, self.seeded_transforms[side])
+        seed_for_sample("dataset", seed, epoch or 0, sample, self.seeded_transforms[side])
         try:
             pair = split_item(read_user_item(where, samples, sample))
         except ValueError as error:

@@ -19,7 +19,7 @@ from torch import Tensor
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.files import SIDECAR, WEIGHTS
 from flyte_ddp.core.models.inputs import InputSpec
-from flyte_ddp.core.objectives.objective import map_floats
+from flyte_ddp.core.objectives.objective import map_float_tensors
 from flyte_ddp.core.objectives.table_columns import describe_inputs, describe_samples
 from flyte_ddp.core.progress import Progress
 from flyte_ddp.core.samples.leaves import Leaves, name_leaves
@@ -110,7 +110,7 @@ class WatchedModel:
                 chosen[chosen] = known
                 targets = select_targets(model, batch, chosen.tolist())
                 if not known.all():
-                    outputs = map_floats(outputs, lambda values: values[known])  # noqa: B023
+                    outputs = map_float_tensors(outputs, lambda values: values[known])  # noqa: B023
                 with torch.no_grad():
                     found = compute_batch_columns(model.objective, outputs, targets, int(known.sum()))
                 self.measured.append({name: column.double().cpu() for name, column in found.items()})

@@ -21,9 +21,9 @@ from flyte_ddp.catalog import (
 )
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.objectives.binary_labels import BinaryLabels
-from flyte_ddp.core.objectives.objective import HIGHER, Columns, Facts, Objective, largest_losses, overrides
-from flyte_ddp.core.objectives.requirements import require_outputs, require_targets, require_values
-from flyte_ddp.core.objectives.table_columns import TableColumns, name_columns, top_columns
+from flyte_ddp.core.objectives.objective import HIGHER, Columns, Facts, Objective, list_largest_losses, overrides
+from flyte_ddp.core.objectives.requirements import check_output_shape, check_target_type, check_target_values
+from flyte_ddp.core.objectives.table_columns import TableColumns, make_top_columns, make_unique_column_names
 from flyte_ddp.core.samples.leaves import Leaves
 from flyte_ddp.core.text.formatting import format_percent
 from flyte_ddp.core.text.sections import Confusions, Pictures, Section
@@ -92,13 +92,13 @@ class Classification(Objective):
     def check_targets(self, targets: NDArray[Any]) -> None:
         """Raise UserError unless ``targets`` [samples] are class numbers from 0 to the number of classes - 1."""
         rule = "a class number for each sample (astype(int); a column: ravel(); one-hot: argmax(1))"
-        require_targets("classification", targets, (1,), "iu", rule)
+        check_target_type("classification", targets, (1,), "iu", rule)
         rule = f"0..{self.outputs - 1} with {self.outputs} classes"
-        require_values("classification", targets, lambda part: (part >= 0) & (part < self.outputs), rule)
+        check_target_values("classification", targets, lambda part: (part >= 0) & (part < self.outputs), rule)
 
     def check_outputs(self, model: str, outputs: Any, targets: Tensor) -> None:
         shape = len(targets), self.outputs
-        require_outputs(model, outputs, shape, "(samples, classes)", "size its last layer by num_classes")
+        check_output_shape(model, outputs, shape, "(samples, classes)", "size its last layer by num_classes")
 
     def weights(self, targets: Tensor) -> Tensor | None:
         return None if self.class_weights is None else self.class_weights_at(targets.device)[targets]
@@ -208,7 +208,7 @@ class Classification(Objective):
         return {
             "prediction": [names[place] for place in best],
             "score": scores[rows, best].tolist(),
-            **dict(zip(name_columns("score", names), scores.T.tolist(), strict=True)),
+            **dict(zip(make_unique_column_names("score", names), scores.T.tolist(), strict=True)),
         }
 
     def top_answers(self, outputs: Any, number: int) -> TableColumns:
@@ -219,7 +219,7 @@ class Classification(Objective):
         """
         best, scores, names = predict_classes(self, outputs), outputs.softmax(dim=1), self.facts.classes
         ranks = scores.nan_to_num(nan=0.0).scatter_(1, best[:, None], 1.5).topk(min(number, len(names))).indices
-        found = top_columns("", "score", names, scores, ranks)
+        found = make_top_columns("", "score", names, scores, ranks)
         return {"prediction": found["top_1"], "score": found["score_top_1"], **found}
 
     def describe_single_prediction(self, columns: Columns) -> str:
@@ -238,7 +238,7 @@ class Classification(Objective):
     def sections(self, columns: Columns) -> list[Section]:
         """Return sections of the report: confusions, pictures of the worst mistakes, and sections of two classes."""
         truth, prediction = (columns[name].long() for name in ("truth", "prediction"))
-        worst, labels = largest_losses(columns, among=truth != prediction), self.binary_labels(columns)
+        worst, labels = list_largest_losses(columns, among=truth != prediction), self.binary_labels(columns)
         text = "The test samples with the largest loss. "
         text += "The score is the probability that the model gave to its prediction."
         if not worst:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flyte_ddp.core.objectives.objective import HIGHER, LOWER, Columns, Facts, Objective
-from flyte_ddp.core.objectives.requirements import require_outputs, require_targets, require_values
+from flyte_ddp.core.objectives.requirements import check_output_shape, check_target_type, check_target_values
 from flyte_ddp.core.objectives.table_columns import TableColumns
 from flyte_ddp.core.samples.leaves import IGNORED_TOKEN, Leaves, name_leaves
 from flyte_ddp.core.user_code.callables import load_callable
@@ -40,11 +40,11 @@ class Language(Objective):
 
     def check_targets(self, targets: NDArray[Any]) -> None:
         """Raise UserError unless ``targets`` [samples, positions] are token numbers, or -100 (ignored)."""
-        require_targets("language", targets, (2,), "iu", "whole numbers [samples, positions]")
+        check_target_type("language", targets, (2,), "iu", "whole numbers [samples, positions]")
         rule = (
             f"0..{self.outputs - 1} with {self.outputs} tokens (num_classes), or {IGNORED_TOKEN} for ignored positions"
         )
-        require_values(
+        check_target_values(
             "language", targets, lambda part: (part == IGNORED_TOKEN) | ((part >= 0) & (part < self.outputs)), rule
         )
 
@@ -54,7 +54,7 @@ class Language(Objective):
         ``model`` is named in the error.
         """
         shape = *targets.shape, self.outputs
-        require_outputs(
+        check_output_shape(
             model,
             extract_token_logits(outputs),
             shape,

@@ -13,9 +13,9 @@ from torch.nn import functional
 from flyte_ddp.catalog import MEASURES, SETTINGS_OF_OBJECTIVES
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.objectives.binary_labels import BinaryLabels
-from flyte_ddp.core.objectives.objective import HIGHER, Columns, Objective, mean_of_defined, overrides
-from flyte_ddp.core.objectives.requirements import require_outputs, require_targets, require_values
-from flyte_ddp.core.objectives.table_columns import TableColumns, name_columns, top_columns
+from flyte_ddp.core.objectives.objective import HIGHER, Columns, Objective, compute_mean_without_nan, overrides
+from flyte_ddp.core.objectives.requirements import check_output_shape, check_target_type, check_target_values
+from flyte_ddp.core.objectives.table_columns import TableColumns, make_top_columns, make_unique_column_names
 from flyte_ddp.core.text.formatting import join_first
 from flyte_ddp.core.text.sections import Section, Table
 
@@ -38,18 +38,18 @@ class Multilabel(Objective):
         If class names are given, also raises UserError unless each label has a name.
         """
         rule = "float [samples, labels] of 0 and 1, or NaN for unknown (astype('float32'))"
-        require_targets("multilabel", targets, (2,), "f", rule)
+        check_target_type("multilabel", targets, (2,), "f", rule)
         if len(self.facts.classes) not in (0, targets.shape[1]):
             raise UserError(
                 f"the targets have {targets.shape[1]} labels, but there are {len(self.facts.classes)} class names: "
                 "give one name for each label, or no names"
             )
         rule = "0, 1, or NaN for unknown"
-        require_values("multilabel", targets, lambda part: np.isnan(part) | (part == 0) | (part == 1), rule)
+        check_target_values("multilabel", targets, lambda part: np.isnan(part) | (part == 0) | (part == 1), rule)
 
     def check_outputs(self, model: str, outputs: Any, targets: Tensor) -> None:
         fix = "size its last layer by num_classes"
-        require_outputs(model, outputs, tuple(targets.shape), "(samples, classes)", fix)
+        check_output_shape(model, outputs, tuple(targets.shape), "(samples, classes)", fix)
 
     def weights(self, targets: Tensor) -> Tensor:
         known = (~targets.isnan()).to(torch.float32)
@@ -72,7 +72,7 @@ class Multilabel(Objective):
         """
         rows = make_binary_labels(columns).measure()
         named = [name for name in self.measures if name in MEASURES["multilabel"]]
-        return {name: mean_of_defined([row[name] for row in rows]) for name in named}
+        return {name: compute_mean_without_nan([row[name] for row in rows]) for name in named}
 
     def binary_labels(self, columns: Columns) -> BinaryLabels | None:
         customised = overrides(self, Multilabel, "columns") and overrides(self, Multilabel, "measure")
@@ -100,7 +100,7 @@ class Multilabel(Objective):
         """Return a table's columns: ``prediction`` (the predicted labels as a text) and ``probability_<label>``."""
         probabilities = outputs.sigmoid().cpu()
         names = self.name_labels(probabilities.shape[1])
-        columns, predicted = name_columns("probability", names), join_label_names(probabilities >= THRESHOLD, names)
+        columns, predicted = make_unique_column_names("probability", names), join_label_names(probabilities >= THRESHOLD, names)
         return {"prediction": predicted, **dict(zip(columns, probabilities.T.tolist(), strict=True))}
 
     def top_answers(self, outputs: Any, number: int) -> TableColumns:
@@ -112,10 +112,10 @@ class Multilabel(Objective):
         names = self.name_labels(probabilities.shape[1])
         ranks = probabilities.nan_to_num(nan=0.0).topk(min(number, len(names))).indices
         predicted = join_label_names(probabilities >= THRESHOLD, names)
-        return {"prediction": predicted, **top_columns("", "probability", names, probabilities, ranks)}
+        return {"prediction": predicted, **make_top_columns("", "probability", names, probabilities, ranks)}
 
     def truths(self, targets: Tensor) -> TableColumns:
-        columns = name_columns("truth", self.name_labels(targets.shape[1]))
+        columns = make_unique_column_names("truth", self.name_labels(targets.shape[1]))
         return {**self.top_truths(targets, 0), **dict(zip(columns, targets.T.tolist(), strict=True))}
 
     def top_truths(self, targets: Tensor, number: int) -> TableColumns:  # noqa: ARG002
@@ -130,7 +130,7 @@ class Multilabel(Objective):
         labels = make_binary_labels(columns)
         measured = labels.measure()
         names = self.name_labels(len(measured))
-        for name, (truth, _, _), found in zip(names, labels.list_known(), measured, strict=True):
+        for name, (truth, _, _), found in zip(names, labels.iterate_known_labels(), measured, strict=True):
             rows.append([name, len(truth), int(truth.sum()), *found.values()])
         header = "Label", "Known", "Positive", "F1", "AUROC", "Average precision", "Balanced accuracy"
         text = f"A label is predicted if its probability is at least {THRESHOLD}."

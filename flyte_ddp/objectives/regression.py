@@ -11,9 +11,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from flyte_ddp.core.errors import unknown_name_error
-from flyte_ddp.core.objectives.objective import HIGHER, LOWER, Columns, Facts, Objective, mean_of_defined, overrides
-from flyte_ddp.core.objectives.requirements import require_outputs, require_targets, require_values
-from flyte_ddp.core.objectives.table_columns import TableColumns, number_columns
+from flyte_ddp.core.objectives.objective import (
+    HIGHER,
+    LOWER,
+    Columns,
+    Facts,
+    Objective,
+    compute_mean_without_nan,
+    overrides,
+)
+from flyte_ddp.core.objectives.requirements import check_output_shape, check_target_type, check_target_values
+from flyte_ddp.core.objectives.table_columns import TableColumns, make_number_columns
 from flyte_ddp.core.text.formatting import join_first
 from flyte_ddp.core.text.sections import Histogram, Scatter, Section, Table
 
@@ -52,8 +60,8 @@ class Regression(Objective):
     def check_targets(self, targets: NDArray[Any]) -> None:
         """Raise UserError unless ``targets`` are floats [samples] or [samples, numbers], finite or NaN (unknown)."""
         rule = "float [samples] or [samples, numbers] (astype('float32'))"
-        require_targets("regression", targets, (1, 2), "f", rule)
-        require_values("regression", targets, lambda part: ~np.isinf(part), "a number, or NaN for unknown")
+        check_target_type("regression", targets, (1, 2), "f", rule)
+        check_target_values("regression", targets, lambda part: ~np.isinf(part), "a number, or NaN for unknown")
 
     def check_outputs(self, model: str, outputs: Any, targets: Tensor) -> None:
         """Raise UserError unless the outputs have the shape of the targets. ``model`` is named in the error.
@@ -63,7 +71,7 @@ class Regression(Objective):
         expected = tuple(targets.shape)
         if targets.dim() == 1 and isinstance(outputs, Tensor) and outputs.dim() == 2:
             expected = (len(targets), 1)
-        require_outputs(model, outputs, expected, "(samples, numbers)", "size its last layer by num_classes")
+        check_output_shape(model, outputs, expected, "(samples, numbers)", "size its last layer by num_classes")
 
     @cached_property
     def has_weights(self) -> bool:
@@ -102,7 +110,7 @@ class Regression(Objective):
         measure is NaN.
         """
         found = self.measure_each_number(columns)
-        return {name: mean_of_defined([row[name] for row in found]) for name in self.measures}
+        return {name: compute_mean_without_nan([row[name] for row in found]) for name in self.measures}
 
     def measure_each_number(self, columns: Columns) -> list[dict[str, float]]:
         """Return ``rmse``, ``mae`` and ``r2`` of each number of a target, over the samples where the number is known.
@@ -137,7 +145,7 @@ class Regression(Objective):
         return float((apart**2 if self.loss == "mse" else apart).nanmean())
 
     def answers(self, outputs: Any) -> TableColumns:
-        return number_columns("prediction", outputs.reshape(len(outputs), *self.facts.target_shape))
+        return make_number_columns("prediction", outputs.reshape(len(outputs), *self.facts.target_shape))
 
     def sections(self, columns: Columns) -> list[Section]:
         """Return sections of the report: charts of the first 4 numbers, a table of errors, and the largest losses.

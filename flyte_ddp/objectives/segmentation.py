@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from flyte_ddp.catalog import SETTINGS_OF_OBJECTIVES
-from flyte_ddp.core.objectives.objective import HIGHER, Columns, Objective, largest_losses, overrides
-from flyte_ddp.core.objectives.requirements import require_outputs, require_targets, require_values
-from flyte_ddp.core.objectives.table_columns import TableColumns, name_columns, top_columns
+from flyte_ddp.core.objectives.objective import HIGHER, Columns, Objective, list_largest_losses, overrides
+from flyte_ddp.core.objectives.requirements import check_output_shape, check_target_type, check_target_values
+from flyte_ddp.core.objectives.table_columns import TableColumns, make_top_columns, make_unique_column_names
 from flyte_ddp.core.samples.leaves import IGNORED
 from flyte_ddp.core.text.formatting import join_first
 from flyte_ddp.core.text.sections import Pictures, Section, Table
@@ -31,9 +31,9 @@ class Segmentation(Objective):
     def check_targets(self, targets: NDArray[Any]) -> None:
         """Raise UserError unless ``targets`` are masks [samples, height, width] of class numbers and 255 (ignored)."""
         rule = "a mask [height, width] of class numbers for each sample"
-        require_targets("segmentation", targets, (3,), "iu", rule)
+        check_target_type("segmentation", targets, (3,), "iu", rule)
         rule = f"0..{self.outputs - 1} with {self.outputs} classes, or {IGNORED} for ignored pixels"
-        require_values(
+        check_target_values(
             "segmentation", targets, lambda part: (part == IGNORED) | ((part >= 0) & (part < self.outputs)), rule
         )
 
@@ -44,7 +44,7 @@ class Segmentation(Objective):
         """
         shape = len(targets), self.outputs, *targets.shape[1:]
         fix = "upsample to the mask's size, and size its last layer by num_classes"
-        require_outputs(model, extract_mask_logits(outputs), shape, "(samples, classes, height, width)", fix)
+        check_output_shape(model, extract_mask_logits(outputs), shape, "(samples, classes, height, width)", fix)
 
     def weights(self, targets: Tensor) -> Tensor:
         """Return the weight of each pixel: 0 for ignored pixels, else the weight of the pixel's class (default 1)."""
@@ -119,7 +119,7 @@ class Segmentation(Objective):
         return torch.where(targets == IGNORED, self.outputs, targets.long())
 
     def make_share_columns(self, prefix: str, masks: Tensor) -> TableColumns:
-        names = name_columns(prefix, self.facts.classes)
+        names = make_unique_column_names(prefix, self.facts.classes)
         return dict(zip(names, self.measure_shares(masks).T.tolist(), strict=True))
 
     def make_top_share_columns(self, prefix: str, masks: Tensor, number: int) -> TableColumns:
@@ -131,7 +131,7 @@ class Segmentation(Objective):
         shown = shares.topk(min(number, none))
         ranks = shown.indices.where(shown.values > 0, none)
         shares = functional.pad(shares, (0, 1), value=torch.nan)
-        return top_columns(prefix, "share", (*self.facts.classes, ""), shares, ranks)
+        return make_top_columns(prefix, "share", (*self.facts.classes, ""), shares, ranks)
 
     def measure_shares(self, masks: Tensor) -> Tensor:
         counts = count_pixels(masks, self.outputs).double().cpu()
@@ -152,7 +152,7 @@ class Segmentation(Objective):
             text += f" Not in the mean IoU, because the classes do not occur: {join_first(absent)}."
         header = ("Class", "IoU", "Pixels in truth", "Predicted", "Correct")
         worst = "The test samples with the largest loss. Ignored pixels are grey."
-        return [Table("Classes", text, header, rows), Pictures("Largest losses", worst, largest_losses(columns))]
+        return [Table("Classes", text, header, rows), Pictures("Largest losses", worst, list_largest_losses(columns))]
 
 
 def extract_mask_logits(outputs: Any) -> Any:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flyte_ddp.catalog import parse_threshold
-from flyte_ddp.core.objectives.binary_labels import Bools, Floats, count_above
+from flyte_ddp.core.objectives.binary_labels import Bools, Floats, count_at_or_above
 from flyte_ddp.core.objectives.objective import Objective
 
 
@@ -26,7 +26,7 @@ def fit_threshold(text: str, truth: Bools, scores: Floats) -> float:
     rule, number = parse_threshold(text)
     if rule == "fixed":
         return number
-    occurring, hits, alarms = count_above(truth, scores)
+    occurring, hits, alarms = count_at_or_above(truth, scores)
     if occurring[0] < 1:  # else each threshold up to 1 predicts a positive
         occurring, hits, alarms = np.append(1.0, occurring), np.append(0, hits), np.append(0, alarms)
     positives, predicted = hits[-1], hits + alarms

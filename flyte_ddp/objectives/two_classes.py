@@ -3,7 +3,7 @@
 import numpy as np
 
 from flyte_ddp.catalog import parse_threshold
-from flyte_ddp.core.objectives.binary_labels import Bools, Floats, count_above
+from flyte_ddp.core.objectives.binary_labels import Bools, Floats, count_at_or_above
 from flyte_ddp.core.objectives.objective import Columns, Facts
 from flyte_ddp.core.text.formatting import format_percent, format_value
 from flyte_ddp.core.text.sections import Curve, Section, Table
@@ -62,7 +62,7 @@ def tabulate_highest_scores(name: str, truth: Bools, scores: Floats) -> Table:
 
     ``name`` is the name of the positive class, which must occur. Samples with equal scores count as in a random order.
     """
-    _, hits, alarms = count_above(truth, scores)
+    _, hits, alarms = count_at_or_above(truth, scores)
     samples, positives = len(truth), int(hits[-1])
     rows: list[list[str | float | None]] = []
     for percent in TOP_PERCENT:

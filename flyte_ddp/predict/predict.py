@@ -21,14 +21,14 @@ from torch import Tensor
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.files import replace_file
 from flyte_ddp.core.models.inputs import InputSpec
-from flyte_ddp.core.objectives.objective import list_floats, overrides
+from flyte_ddp.core.objectives.objective import list_float_tensors, overrides
 from flyte_ddp.core.objectives.table_columns import (
     TableColumns,
     describe_inputs,
     describe_samples,
     list_inputs,
+    make_unique_column_names,
     merge_columns,
-    name_columns,
 )
 from flyte_ddp.core.progress import Progress
 from flyte_ddp.core.samples.leaves import Leaves
@@ -160,7 +160,9 @@ class Predictor:
             top_classes if is_limited_to_top_classes(model.objective, method) else 0 for method in ("answers", "truths")
         )
         is_binary = self.classifies and len(model.classes) == 2
-        self.ranking = name_columns("score", model.classes)[1] if is_binary else ""  # the second class's column
+        self.ranking = (
+            make_unique_column_names("score", model.classes)[1] if is_binary else ""
+        )  # the second class's column
         self.predictions = Counter[str]()  # of classes
         self.pictures: list[Picture] = []
         self.samples = self.known = self.correct = 0
@@ -377,7 +379,7 @@ def mark_rows_with_nan(outputs: Any, samples: int) -> NDArray[np.bool_]:
     Tensors without a row for each sample are ignored.
     """
     found = np.zeros(samples, dtype=np.bool_)
-    for tensor in list_floats(outputs):
+    for tensor in list_float_tensors(outputs):
         if tensor.shape[:1] == (samples,):
             found |= tensor.isnan().reshape(samples, -1).any(dim=1).cpu().numpy()
     return found

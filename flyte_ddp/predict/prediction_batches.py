@@ -12,13 +12,13 @@ from torch import Tensor
 
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.loading.collate import STACKED
-from flyte_ddp.core.loading.loader_threads import limit_threads
+from flyte_ddp.core.loading.loader_threads import limit_to_one_thread
 from flyte_ddp.core.lookahead import map_in_threads
 from flyte_ddp.core.machine.resources import count_cores
 from flyte_ddp.core.models import saving
 from flyte_ddp.core.models.inputs import InputSpec, LeavesSpec, prepare_inputs, translate_input_errors
 from flyte_ddp.core.models.sidecar import MIDDLE
-from flyte_ddp.core.objectives.objective import convert_outputs, map_floats
+from flyte_ddp.core.objectives.objective import convert_float_tensors, map_float_tensors
 from flyte_ddp.core.samples.leaves import (
     IGNORED,
     Leaves,
@@ -101,10 +101,10 @@ class SavedModel:
             UserError: The model does not accept the inputs.
         """
         with torch.no_grad(), translate_input_errors(self.sidecar.model, self.module, inputs):
-            outputs = convert_outputs(call_with_leaves(self.module, inputs), torch.float32)
+            outputs = convert_float_tensors(call_with_leaves(self.module, inputs), torch.float32)
         if self.order is None:
             return outputs
-        return map_floats(outputs, lambda values: values[:, self.order])
+        return map_float_tensors(outputs, lambda values: values[:, self.order])
 
 
 class Batch(NamedTuple):
@@ -161,7 +161,7 @@ def read_image_batches(
         except DecodingError as error:
             return error
 
-    with map_in_threads(read_input, paths, model.threads, initializer=limit_threads) as found:
+    with map_in_threads(read_input, paths, model.threads, initializer=limit_to_one_thread) as found:
         for start in range(0, len(paths), batch_size):
             part = [*zip(paths[start : start + batch_size], found, strict=False)]
             for path, image in part:

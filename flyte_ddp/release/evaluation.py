@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flyte_ddp.core.errors import UserError
-from flyte_ddp.core.objectives.objective import list_floats, overrides
+from flyte_ddp.core.objectives.objective import list_float_tensors, overrides
 from flyte_ddp.core.samples.leaves import Leaves, map_leaves
 from flyte_ddp.core.text.formatting import name_measure
 from flyte_ddp.core.training.evaluate import compute_batch_columns, compute_measures
@@ -183,7 +183,7 @@ def compute_columns_and_finite(
         of_prediction = logs.gather(1, predict_classes(objective, outputs)[:, None])[:, 0]
         columns |= {"confidence": of_prediction.exp(), "nll": -of_label}
     finite = torch.ones(samples, dtype=torch.bool)
-    for tensor in list_floats(outputs):
+    for tensor in list_float_tensors(outputs):
         # If a tensor has no row for each sample, all its numbers count for every sample.
         rows = tensor.shape[:1] == (samples,)
         finite &= tensor.isfinite().reshape(samples if rows else 1, -1).all(dim=1).cpu()

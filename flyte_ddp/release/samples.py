@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.core.files import replace_file
-from flyte_ddp.core.objectives.objective import mean_losses
+from flyte_ddp.core.objectives.objective import compute_mean_losses
 from flyte_ddp.release.evaluation import Evaluation
 
 SAMPLES = "samples.npz"  # of a version
@@ -44,7 +44,7 @@ def rate_answers(found: Evaluation) -> Floats:
     The number depends on the model and the sample alone. The scores of the evaluation may be pseudo-values, which
     depend on all samples of the split.
     """
-    return found.correct.astype(np.float64) if found.classifies else -mean_losses(found.columns).numpy()
+    return found.correct.astype(np.float64) if found.classifies else -compute_mean_losses(found.columns).numpy()
 
 
 def match_samples(then: Digests, now: Digests) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

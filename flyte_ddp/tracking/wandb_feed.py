@@ -182,7 +182,7 @@ def predictions_table(file: BinaryIO) -> wandb.Table:
         rows = int(arrays["table_rows"])
         names, index, images = sample_names(arrays), arrays["index"], arrays.get("images")
         texts, numbers = (arrays[kind].tolist() for kind in ("texts", "numbers"))
-        columns = [*arrays["text_columns"].tolist(), *arrays["number_columns"].tolist()]
+        columns = [*arrays["text_columns"].tolist(), *arrays["make_number_columns"].tolist()]
     table = wandb.Table(columns=["id", *(["image"] if images is not None else []), *columns])
     for row in range(rows):
         pictures = []

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.core.errors import UserError
-from flyte_ddp.core.loading.workers import call_for_each, make_pool
+from flyte_ddp.core.loading.workers import map_in_loader_pool, start_loader_pool
 from flyte_ddp.core.machine.resources import count_cores
 from flyte_ddp.core.order.random_state import keep_random_state
 from flyte_ddp.core.samples.leaves import IGNORED, IGNORED_TOKEN, Leaves, Ragged, group_leaves, name_leaves
@@ -128,11 +128,11 @@ def profile_item_set(
     profile.target_shape = [*batch_of_one[""].shape[1:]] if "" in batch_of_one else []
     profile.targets = detect_target_kind(batch_of_one.get("", batch_of_one), data.classes, of_pictures=data.pictures)
     measurers = [ItemMeasurer(each, profile.targets, len(data.classes), dimensions) for each in items.values()]
-    pool, compared = make_pool(measurers, settings.loaders or count_cores()), list[SampleDigests]()
+    pool, compared = start_loader_pool(measurers, settings.loaders or count_cores()), list[SampleDigests]()
     with closing(pool) if pool else nullcontext():
         for measurer, samples in zip(measurers, (data.train_samples, data.test_samples), strict=True):
             parts = (range(start, min(start + ITEMS, samples)) for start in range(0, samples, ITEMS))
-            measured = call_for_each(pool, measurer.measure_items, parts)
+            measured = map_in_loader_pool(pool, measurer.measure_items, parts)
             found = add_split_to_profile(profile, NAMES[measurer.items.side], measured, name_of)
             compared.append(found)
             chosen = np.linspace(samples - 1, 0, min(samples, LOOKED_TWICE), dtype=np.int64).tolist()

@@ -15,7 +15,7 @@ import torch
 
 from flyte_ddp import arrays
 from flyte_ddp.core.errors import UserError
-from flyte_ddp.core.loading.collate import batch_samples
+from flyte_ddp.core.loading.collate import collate_samples
 from flyte_ddp.core.samples.leaves import Ragged
 from flyte_ddp.datasets.columns import require_distinct
 from flyte_ddp.datasets.leaf_conversion import convert_new_inputs
@@ -115,7 +115,7 @@ def test_a_tensordict_is_a_dict() -> None:
     assert data.train_inputs.keys() == {"a", "b"}
     np.testing.assert_array_equal(data.train_inputs["a"], NUMBERS.astype(np.float32))
     items = [(given[place], given[place]["b"]) for place in range(N)]
-    inputs, targets = batch_samples(items, list("abcde"), padded=False, masked=None)
+    inputs, targets = collate_samples(items, list("abcde"), padded=False, masked=None)
     assert (inputs["a"].tolist(), targets.tolist()) == (NUMBERS.astype(np.float32).tolist(), COLUMNS["a"])
     with pytest.raises(UserError, match=r"^train_inputs\['c'\]: is a TensorDict; .* one dict"):
         arrays(({"c": given}, CLASSES), ({"c": given}, CLASSES))

@@ -17,7 +17,7 @@ from scipy import sparse
 from flyte_ddp import arrays
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import UserError
-from flyte_ddp.core.loading.collate import batch_samples
+from flyte_ddp.core.loading.collate import collate_samples
 from flyte_ddp.core.progress import Progress
 from flyte_ddp.core.samples.leaves import get_leaves_form, name_leaves
 from flyte_ddp.datasets import fetch, image_arrays, open_prepared
@@ -307,7 +307,7 @@ def test_tensors_lose_gradients_and_bfloat16_becomes_float32(tmp_path: Path) -> 
         data = arrays((given, None), (given, None))
         np.testing.assert_array_equal(data.train_inputs, np.float32([[1.5], [2.5], [3.0]]))
     items = [(value, torch.tensor(0.5, dtype=torch.bfloat16)) for value in values]
-    inputs, targets = batch_samples(items, ["a", "b", "c"], padded=False, masked=None)
+    inputs, targets = collate_samples(items, ["a", "b", "c"], padded=False, masked=None)
     assert (inputs.tolist(), targets.tolist()) == ([[1.5], [2.5], [3.0]], [0.5] * 3)
 
 

@@ -54,7 +54,7 @@ def write_run(folder: Path, records: list[dict[str, Any]] = RECORDS) -> None:
     texts = [[CLASSES[k] for k in of][:TABLE_ROWS] for of in (SCORES.argmax(1), TRUTH)]
     arrays: dict[str, Any] = {"index": np.arange(6), "images": IMAGES, "texts": np.array(texts).T}
     arrays |= {"text_columns": np.array(["prediction", "truth"]), "numbers": SCORES[:TABLE_ROWS]}
-    arrays["number_columns"] = np.array([f"score_{name}" for name in CLASSES])
+    arrays["make_number_columns"] = np.array([f"score_{name}" for name in CLASSES])
     np.savez(folder / "predictions.npz", table_rows=np.array(TABLE_ROWS), loss=np.zeros(6), **arrays)
     write_records(folder, [END])
 

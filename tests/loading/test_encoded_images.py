@@ -19,7 +19,7 @@ from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.loading.loader_threads import LoaderThreads
 from flyte_ddp.core.loading.user_functions import Augmentation
 from flyte_ddp.core.loading.worker_sources import WorkerImages
-from flyte_ddp.core.loading.workers import LoaderPool, make_pool
+from flyte_ddp.core.loading.workers import LoaderPool, start_loader_pool
 from flyte_ddp.core.order.sampling import ListedOrder
 from flyte_ddp.core.order.shard_order import ShardOrder, ShardSplits
 from flyte_ddp.datasets.encoded.image_folder import list_images
@@ -80,7 +80,7 @@ def load() -> Iterator[Load]:
         **options: Any,
     ) -> WorkerImages:
         loader = EncodedSamples(reader, orders, BadSamples(bad), **{"size": 8, "classes": 10, **options})
-        pool = make_pool([loader], processes) if processes else LoaderThreads(threads)
+        pool = start_loader_pool([loader], processes) if processes else LoaderThreads(threads)
         made.append(WorkerImages(loader, pool, torch.device("cpu")))
         return made[-1]
 

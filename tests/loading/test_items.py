@@ -16,7 +16,7 @@ from cli import HELPERS
 from flyte_ddp import arrays
 from flyte_ddp.core.errors import MachineError, UserCodeError, UserError
 from flyte_ddp.core.loading import workers as loading_workers
-from flyte_ddp.core.loading.arrays import choose_store, open_array_batches
+from flyte_ddp.core.loading.arrays import choose_device_of_arrays, open_array_batches
 from flyte_ddp.core.loading.split import TargetSpec
 from flyte_ddp.core.loading.user_functions import Augmentation, UserFunction
 from flyte_ddp.core.loading.workers import LoaderPool
@@ -74,7 +74,7 @@ def load_epoch(source: ItemBatches, ranks: int, epoch: int | None) -> dict[int, 
     """Return what was drawn for each sample, in batches that the ranks share."""
     shares = [take_slice(batch, rank, ranks) for batch in BATCHES for rank in range(ranks)]
     for share in shares:
-        source.begin(share, epoch)
+        source.begin_batch(share, epoch)
     found = {}
     for share in shares:
         inputs = source.load_batch(share, epoch).inputs
@@ -256,10 +256,10 @@ def test_a_sample_that_never_comes_is_named_with_the_stack(name: str, what: str,
     with closing(LoaderPool([loader], 2)) as pool:
         monkeypatch.setattr(loading_workers, "GRACE_SECONDS", 60.0)  # on a busy machine
         for call in [pool.submit_call(loader.load_items, [1, 2], None) for _ in range(2)]:
-            assert len(pool.take_result(call)[0]) == 2
+            assert len(pool.wait_for_result(call)[0]) == 2
         monkeypatch.setattr(loading_workers, "GRACE_SECONDS", 60.0 if name == "stuck" else 0.5)
         with pytest.raises(MachineError, match=rf"^{what} was not ready within 0.5 s \(FLYTE_DDP_TIMEOUT\)") as caught:
-            pool.take_result(pool.submit_call(loader.load_items, [16, 17], None))
+            pool.wait_for_result(pool.submit_call(loader.load_items, [16, 17], None))
     [first, *_] = caught.value.__notes__
     assert "item_sets.py" in first
     assert "in __getitem__" in first
@@ -277,7 +277,7 @@ def test_a_loader_process_that_has_not_started_in_time_is_said(monkeypatch) -> N
         closing(LoaderPool([loader], 1)) as pool,
         pytest.raises(MachineError, match=r"^a loader process has not started within 0 s$"),
     ):
-        pool.take_result(pool.submit_call(loader.load_items, [1, 2], None))
+        pool.wait_for_result(pool.submit_call(loader.load_items, [1, 2], None))
 
 
 @pytest.fixture(scope="module")
@@ -355,7 +355,7 @@ def test_the_memory_grows_and_a_batch_that_is_kept_is_not_overwritten(pool: Load
     before, kept = len(pool.memories), []
     for place, share in enumerate(shares):
         for later in shares[place : place + 4]:
-            source.begin(later, 0)
+            source.begin_batch(later, 0)
         batch = source.load_batch(share, 0)
         if place % 3 == 0:
             kept.append((share, batch))
@@ -378,6 +378,6 @@ def test_facts_of_sets_on_demand() -> None:
 def test_arrays_without_room_on_a_gpu_stay_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (400, 800))
-    assert choose_store(gpu, 100) == gpu
-    assert choose_store(gpu, 101) == CPU
-    assert choose_store(CPU, 101) == CPU
+    assert choose_device_of_arrays(gpu, 100) == gpu
+    assert choose_device_of_arrays(gpu, 101) == CPU
+    assert choose_device_of_arrays(CPU, 101) == CPU

@@ -112,10 +112,10 @@ def test_a_slow_picture_is_waited_for_and_the_others_keep_their_places(opened: O
     source, at_once = opened(2, Slow), opened(0)
     batches = SAMPLES[:12], SAMPLES[12:]
     for batch in batches:
-        source.begin(batch, 0)
+        source.begin_batch(batch, 0)
 
     def count_answers() -> int:
-        source.pool.receive(wait=False)
+        source.pool.receive_answers(wait=False)
         return len(source.pool.answers)
 
     wait_until(lambda: count_answers() == 4)  # half of each batch's four tasks

@@ -15,7 +15,7 @@ from cli import HELPERS, ROOT
 from flyte_ddp.core.errors import UserCodeError, UserError
 from flyte_ddp.core.loading.arrays import open_array_batches
 from flyte_ddp.core.loading.split import TargetSpec
-from flyte_ddp.core.loading.user_functions import Augmentation, UserFunction, find_seeded_transforms
+from flyte_ddp.core.loading.user_functions import Augmentation, UserFunction, list_seedable_transforms
 from flyte_ddp.core.loading.worker_sources import WorkerImages
 from flyte_ddp.core.loading.workers import LoaderPool, pickle_with_mapped_files
 from flyte_ddp.core.models.inputs import InputSpec
@@ -75,7 +75,7 @@ def two_epochs(loader: ItemImages, pool: LoaderPool | None, ranks: int) -> torch
         batches = [order[start : start + 16] for start in range(0, 40, 16)]
         parts = [take_slice(batch, rank, ranks) for batch in batches for rank in range(ranks)]
         for part in parts:
-            source.begin(part, epoch)
+            source.begin_batch(part, epoch)
         found += [source.load_batch(part, epoch) for part in parts]
     return torch.cat([batch.inputs for batch in found]).view(2, 40, 8, 8, 1)
 
@@ -118,14 +118,14 @@ def test_the_ranks_own_generators_go_on_as_if_nothing_had_been_loaded() -> None:
 
 
 def test_transforms_that_seed_themselves_are_found() -> None:
-    assert find_seeded_transforms(own_loading.albumentations_pipeline) == [own_loading.PIPELINE]
+    assert list_seedable_transforms(own_loading.albumentations_pipeline) == [own_loading.PIPELINE]
     stateful = own_loading.Stateful()
-    assert find_seeded_transforms(stateful) == [stateful.pipeline]
-    assert find_seeded_transforms(own_loading.Shared()) == [own_loading.Shared.pipeline]
+    assert list_seedable_transforms(stateful) == [stateful.pipeline]
+    assert list_seedable_transforms(own_loading.Shared()) == [own_loading.Shared.pipeline]
     inner = own_loading.Fake()
-    assert find_seeded_transforms(lambda image, target: inner(image=image, mask=target)) == [inner]
-    assert find_seeded_transforms(inner) == [inner]
-    assert find_seeded_transforms(own_loading.draws_of_all) == []
+    assert list_seedable_transforms(lambda image, target: inner(image=image, mask=target)) == [inner]
+    assert list_seedable_transforms(inner) == [inner]
+    assert list_seedable_transforms(own_loading.draws_of_all) == []
 
 
 def test_only_training_is_augmented() -> None:

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.loading.split import Split
-from flyte_ddp.core.objectives.objective import class_weights_of
+from flyte_ddp.core.objectives.objective import parse_class_weights
 from flyte_ddp.core.order.sampling import ListedOrder
 from flyte_ddp.core.parallel.distributed import rank, world_size
 from flyte_ddp.core.training.evaluate import compute_batch_columns, compute_split_columns, mean_loss, measure_split
@@ -303,6 +303,6 @@ def test_losses_of_pixels_have_the_bits_of_torchs_loss_of_images() -> None:
 def test_balanced_class_weights_are_scikit_learns() -> None:
     labels = np.repeat(np.arange(4), (7, 1, 20, 3))
     counts = tuple(np.bincount(labels).tolist())
-    weights = class_weights_of(Facts(CLASSES, class_counts=counts, class_weights="balanced"))
+    weights = parse_class_weights(Facts(CLASSES, class_counts=counts, class_weights="balanced"))
     expected = compute_class_weight("balanced", classes=np.arange(4), y=labels)
     np.testing.assert_array_equal(weights, expected.astype(np.float32))

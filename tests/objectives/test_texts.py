@@ -122,4 +122,4 @@ def test_numbers_of_padded_samples_are_shown_as_far_as_all_batches_have_them(siz
     run = train_on(tmp_path, leaf_tasks.series(""), replace(hp, test_batch_size=size))
     assert not [note for note in notes(run) if "could not describe" in note]
     with np.load(run.run_folder / "predictions.npz") as reported:
-        assert "truth_0" in reported["number_columns"]
+        assert "truth_0" in reported["make_number_columns"]

@@ -11,7 +11,7 @@ from scipy import ndimage, special, stats
 from sidecars import make_sidecar
 
 from flyte_ddp.core.errors import UserError
-from flyte_ddp.core.loading.collate import batch_samples
+from flyte_ddp.core.loading.collate import collate_samples
 from flyte_ddp.core.models.inputs import InputSpec, LeafSpec, LeavesSpec, prepare_inputs
 from flyte_ddp.objectives import Facts, make_objective
 from flyte_ddp.predict.sample_columns import (
@@ -162,7 +162,7 @@ def test_the_mask_of_padded_inputs_is_no_column(form: str, masked: str) -> None:
     samples = [(wrapped[form](text), None) for text in texts]
     spec = LeavesSpec(form, ((masked, LeafSpec((None,), "int64")),))
     found = [
-        describe(spec, batch_samples(part, ["a", "b"], padded=True, masked=masked)[0], torch.zeros(2, 2))
+        describe(spec, collate_samples(part, ["a", "b"], padded=True, masked=masked)[0], torch.zeros(2, 2))
         for part in (samples[:2], samples[2:])
     ]
     assert [*join_columns(found)] == [*found[1]]

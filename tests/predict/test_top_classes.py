@@ -17,7 +17,7 @@ from torch import Tensor
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.models import saving
 from flyte_ddp.core.models.inputs import InputSpec
-from flyte_ddp.core.objectives.table_columns import name_columns
+from flyte_ddp.core.objectives.table_columns import make_unique_column_names
 from flyte_ddp.objectives import Classification, Facts, Multilabel, Objective, Segmentation
 from flyte_ddp.predict.predict import is_limited_to_top_classes, make_answer_columns, mark_rows_with_nan
 
@@ -121,7 +121,7 @@ def test_the_first_rank_is_the_prediction_whatever_the_outputs() -> None:
 
 
 def test_names_of_columns_are_unique_where_names_of_classes_repeat() -> None:
-    assert name_columns("score", ["a", "a", "b", "a"]) == ["score_a", "score_a'", "score_b", "score_a''"]
+    assert make_unique_column_names("score", ["a", "a", "b", "a"]) == ["score_a", "score_a'", "score_b", "score_a''"]
 
 
 def test_labels_are_listed_by_their_probabilities() -> None:

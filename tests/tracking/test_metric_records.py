@@ -109,7 +109,7 @@ def test_the_table_has_names_and_not_too_many_scores(tmp_path: Path, names: list
         "texts": np.array([columns[name] for name in texts]).T,
         "text_columns": np.array(texts),
         "numbers": np.array([columns[name] for name in numbers]).T,
-        "number_columns": np.array(numbers),
+        "make_number_columns": np.array(numbers),
         "table_rows": np.array(3),
     }
     np.savez(tmp_path / "predictions.npz", **arrays, names=np.array(names, dtype=np.str_))

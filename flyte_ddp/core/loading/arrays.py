@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flyte_ddp.core.loading.collate import add_mask, padding_of, widen_type
+from flyte_ddp.core.loading.collate import add_mask, choose_padding_value, widen_type
 from flyte_ddp.core.loading.split import Batch, BatchSource, CheckTargets
 from flyte_ddp.core.loading.user_functions import NO_AUGMENTATION, Augmentation
 from flyte_ddp.core.machine.device_copy import copy_to_device
@@ -19,8 +19,8 @@ from flyte_ddp.core.samples.leaves import Leaves, Ragged, map_leaves, name_leave
 MOST_OF_GPU = 0.25  # largest share of the free memory for the arrays of one side; model and outputs need the rest
 
 
-def take_rows(values: Tensor, rows: Tensor, device: torch.device) -> Tensor:
-    """Return the chosen ``rows`` (numbers on the device of ``values``) of ``values``, on ``device``."""
+def select_rows(values: Tensor, rows: Tensor, device: torch.device) -> Tensor:
+    """Return ``rows`` of ``values`` as a new tensor on ``device``. ``rows`` must be on the device of ``values``."""
     taken = values.index_select(0, rows)  # much faster than ``values[rows]`` on a CPU
     return taken if values.device == device else copy_to_device(taken, device)
 
@@ -38,10 +38,10 @@ class LoadedLeaf:
     widened: bool = True  # whether whole numbers become int64, and floats fp32
 
     def take_samples(self, samples: Indices, rows: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
-        """Return the leaf of these samples on the device, and a mask if the leaf is ragged.
+        """Return the leaf of these samples on the device and, for a ragged leaf, a mask of the values.
 
-        Whole numbers become int64, and floats fp32. If ``widened`` is False and the leaf is not ragged, types stay. The
-        samples of a ragged leaf are padded to the longest sample.
+        The samples of a ragged leaf are padded to the longest sample. Whole numbers become int64, and floats fp32. If
+        ``widened`` is False, a leaf keeps the type unless ragged.
 
         Args:
             samples: Numbers of the samples [n].
@@ -53,7 +53,7 @@ class LoadedLeaf:
             other leaves.
         """
         if self.ends is None:
-            taken = take_rows(self.values, rows, self.device)
+            taken = select_rows(self.values, rows, self.device)
             return widen_type(taken) if self.widened else taken, None
         numbers = samples.astype(np.int64)
         ends = self.ends[numbers]
@@ -63,11 +63,11 @@ class LoadedLeaf:
         mask = copy_to_device(torch.from_numpy(filled), self.device)
         positions = torch.from_numpy(np.where(filled, starts[:, None] + places, 0))
         positions = copy_to_device(positions, self.values.device)
-        taken = take_rows(self.values, positions.flatten(), self.device)
+        taken = select_rows(self.values, positions.flatten(), self.device)
         taken = widen_type(taken.view(*positions.shape, *self.values.shape[1:]))
         hidden = ~mask.view(*mask.shape, *[1] * (taken.dim() - 2))
         dtype_kind = "f" if taken.is_floating_point() else "b" if taken.dtype == torch.bool else "i"
-        return taken.masked_fill(hidden, padding_of(dtype_kind, kind)), mask
+        return taken.masked_fill(hidden, choose_padding_value(dtype_kind, kind)), mask
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,9 @@ class ArrayBatches(BatchSource):
         epoch: int | None = None,
         check_targets: CheckTargets | None = None,  # noqa: ARG002  # the objective has checked stored targets
     ) -> Batch:
-        """Return samples as a batch on the device.
+        """Return samples as a batch on the device. Images are augmented unless ``epoch`` is None.
 
-        If ``epoch`` is the number of an epoch of training, images are augmented. If ``masked`` names an input, its mask
-        is added to the inputs. The mask of an input that is not ragged is True everywhere.
+        If ``masked`` names an input, a mask is added to the inputs, which is True at the values of this input.
         """
         rows = copy_to_device(torch.from_numpy(samples), self.store)  # once for all leaves
         masks: list[Tensor | None] = []  # of the inputs' leaves, in their order
@@ -122,10 +121,10 @@ def open_array_batches(
     masked: str | None = None,
     augmentation: Augmentation = NO_AUGMENTATION,
 ) -> ArrayBatches:
-    """Return the source of batches of stored arrays.
+    """Return a source of batches from stored arrays.
 
-    If ``device`` is a GPU, and the arrays need at most a quarter of its free memory, the arrays are copied there.
-    Otherwise they stay in the CPU's memory, and each batch is copied to ``device``.
+    If ``device`` is a GPU, and the arrays need at most a quarter of its free memory, copies the arrays to the GPU.
+    Otherwise the arrays stay in the CPU's memory, and each batch is copied to ``device``.
 
     Args:
         inputs: Arrays [N, ...] or Ragged, as one leaf, a tuple or a dict.
@@ -136,7 +135,7 @@ def open_array_batches(
         augmentation: The augmentation of training images.
     """
     leaves = [*name_leaves(inputs).values(), *name_leaves(targets).values()]
-    store = choose_store(device, sum(leaf.nbytes for leaf in leaves))
+    store = choose_device_of_arrays(device, sum(leaf.nbytes for leaf in leaves))
 
     def load_leaf(leaf: Any) -> LoadedLeaf:
         if isinstance(leaf, Ragged):
@@ -147,7 +146,7 @@ def open_array_batches(
     return ArrayBatches(inputs, targets, store, masked, ids, augmentation)
 
 
-def choose_store(device: torch.device, needed: int) -> torch.device:
+def choose_device_of_arrays(device: torch.device, needed: int) -> torch.device:
     if device.type != "cuda" or needed <= torch.cuda.mem_get_info(device)[0] * MOST_OF_GPU:
         return device
     return torch.device("cpu")

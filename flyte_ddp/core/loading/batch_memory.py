@@ -37,10 +37,9 @@ class Layout(NamedTuple):
         return np.ndarray((self.samples, *self.shape), self.dtype, memory, self.start_of_targets)
 
     def view_images(self, memory: NDArray[np.uint8], shape: tuple[int, ...]) -> NDArray[np.uint8]:
-        """Return a view of the images in the batch's memory, [samples, H, W, C].
+        """Return a view of the images in the batch's memory, [samples, H, W, C]. ``shape`` is [H, W, C].
 
-        ``shape`` is [H, W, C]. An image may be smaller than ``image_bytes``, and then leaves the rest of its place
-        unused.
+        An image may be smaller than the ``image_bytes`` that are reserved for an image.
         """
         rows = memory[: self.samples * self.image_bytes].reshape(self.samples, self.image_bytes)
         return rows[:, : math.prod(shape)].reshape(self.samples, *shape)
@@ -58,10 +57,10 @@ class BatchMemory:
         self.path = f"/proc/{os.getpid()}/fd/{self.file}"
         self.memory: mmap.mmap | None = None
 
-    def resize(self, size: int) -> NDArray[np.uint8]:
+    def grow(self, size: int) -> NDArray[np.uint8]:
         """Grow the memory to at least ``size`` bytes if needed, and return a view of the whole memory.
 
-        Must be called only while the memory holds no batch. The memory never shrinks.
+        Call this method only while the memory holds no batch. The memory never shrinks.
 
         Raises:
             OSError: The system has no room, or a limit of this process is exceeded.
@@ -73,9 +72,9 @@ class BatchMemory:
 
 
 def write_tree(path: str, tree: Any) -> tuple[int, int]:
-    """Pickle a tree into the memory at ``path``, from the start. Grows the memory if needed.
+    """Write a tree of arrays into the memory at ``path``, and return its position. Grows the memory if needed.
 
-    The content of arrays is stored beside the pickle, so :func:`read_tree` needs no copy.
+    The tree is pickled, but the content of arrays is stored beside the pickle, so :func:`read_tree` needs no copy.
 
     Args:
         path: Path of a BatchMemory. The file stays open in this process.
@@ -103,16 +102,16 @@ def write_tree(path: str, tree: Any) -> tuple[int, int]:
 
 
 def read_tree(memory: NDArray[np.uint8], place: tuple[int, int]) -> Any:
-    """Return the tree that :func:`write_tree` wrote, without copying the arrays.
+    """Return the tree that :func:`write_tree` wrote at ``place``, without copying the arrays.
 
-    The arrays of the tree are views, which keep the memory in use. ``place`` is the result of :func:`write_tree`.
+    The arrays are views, which keep the memory in use.
     """
     pickled, places = pickle.loads(memory[slice(*place)].data)
     return pickle.loads(pickled, buffers=[memory[start:stop] for start, stop in places])
 
 
 def open_memory(path: str, size: int) -> NDArray[np.uint8]:
-    """Return a writable view of the rank's memory at ``path``, which has at least ``size`` bytes.
+    """Open the rank's memory at ``path``, which must have at least ``size`` bytes, and return a writable view.
 
     This process keeps the memory open for later calls.
     """

@@ -27,10 +27,10 @@ Samples = Sequence[tuple[Leaves, Leaves]]
 Types = Mapping[tuple[str, str], np.dtype[Any]]  # by "inputs" or "targets", and the leaf's name
 
 
-def batch_samples(
+def collate_samples(
     samples: Samples, names: Sequence[str], *, padded: bool, masked: str | None, types: Types | None = None
 ) -> tuple[Leaves, Leaves]:
-    """Return samples as one batch.
+    """Stack or pad the leaves of samples to a batch, and return the batch's inputs and targets as tensors.
 
     Whole numbers become int64, and floats fp32. Truth values stay.
 
@@ -50,7 +50,7 @@ def batch_samples(
 
     def join_leaf(name: str, leaves: Sequence[NDArray[Any]], kind: str) -> Tensor:
         """Return the leaf ``name`` of all samples as one tensor. The mask of a ``masked`` leaf goes into ``masks``."""
-        dtype, shape = (types or {}).get((kind, name)) or wide_type(leaves), leaves[0].shape
+        dtype, shape = (types or {}).get((kind, name)) or choose_wide_type(leaves), leaves[0].shape
         for sample, leaf in zip(names, leaves, strict=True):
             if leaf.ndim != len(shape) or leaf.shape[padded:] != shape[padded:]:  # padded: all but the first dimension
                 what = f"the {kind} {name!r}" if name else f"the {kind}"
@@ -58,11 +58,11 @@ def batch_samples(
                 fix = fix if padded else "set collate='padded', or a user-defined function"
                 found = f"of {sample} have shape {list(leaf.shape)}, and those of {names[0]} {list(shape)}"
                 raise UserError(f"{what} {found}: {fix}")
-            require_type(f"the {kind} of {sample}", leaf, dtype)
+            check_conversion_is_exact(f"the {kind} of {sample}", leaf, dtype)
         if not padded or not shape:
             return torch.from_numpy(np.stack(leaves).astype(dtype))
         lengths = np.array([len(leaf) for leaf in leaves])
-        filled = np.full((len(leaves), lengths.max(), *shape[1:]), padding_of(dtype.kind, kind), dtype)
+        filled = np.full((len(leaves), lengths.max(), *shape[1:]), choose_padding_value(dtype.kind, kind), dtype)
         for row, leaf in zip(filled, leaves, strict=True):
             row[: len(leaf)] = leaf
         if (kind, name) == ("inputs", masked):
@@ -86,18 +86,15 @@ def batch_samples(
     return add_mask(inputs, masks[0]) if masks else inputs, targets
 
 
-def wide_type(leaves: Sequence[NDArray[Any]]) -> np.dtype[Any]:
-    """Return fp32 if any of a leaf's samples has floats, bool if all have truth values, else int64."""
+def choose_wide_type(leaves: Sequence[NDArray[Any]]) -> np.dtype[Any]:
+    """Return the type of a leaf in a batch: fp32 if any sample has floats, int64, or bool if all are truth values."""
     # Ignores empty leaves: NumPy makes floats of an empty list, which would make floats of all leaves.
     kinds = {leaf.dtype.kind for leaf in leaves if leaf.size} or {leaves[0].dtype.kind}
     return np.dtype(np.float32 if "f" in kinds else np.bool_ if kinds == {"b"} else np.int64)
 
 
-def require_type(what: str, values: NDArray[Any], dtype: np.dtype[Any]) -> None:
-    """Raise UserError if a conversion of ``values`` to ``dtype`` would change a value.
-
-    ``what`` names the values in the error.
-    """
+def check_conversion_is_exact(what: str, values: NDArray[Any], dtype: np.dtype[Any]) -> None:
+    """Raise UserError if a conversion of ``values`` to ``dtype`` would change a value. ``what`` begins the error."""
     always_same = dtype.kind == "f" or values.dtype.kind == "b" or (dtype.kind == "i" and values.dtype.kind in "iu")
     if not always_same and values.size and not (values == values.astype(dtype)).all():
         found, known = {"f": "fractions"}.get(values.dtype.kind, "numbers"), {"b": "truth values"}.get(dtype.kind)
@@ -106,13 +103,13 @@ def require_type(what: str, values: NDArray[Any], dtype: np.dtype[Any]) -> None:
 
 
 def widen_type(values: Tensor) -> Tensor:
-    """Return whole numbers as int64, floats as fp32, and truth values unchanged."""
+    """Convert whole numbers to int64 and floats to fp32, and return the tensor. Truth values are not converted."""
     if values.is_floating_point():
         return values.float()
     return values if values.dtype == torch.bool else values.long()
 
 
-def padding_of(dtype_kind: str, kind: str) -> float | int | bool:
+def choose_padding_value(dtype_kind: str, kind: str) -> float | int | bool:
     """Return the value that fills up the shorter samples of a padded leaf.
 
     Inputs get 0. Targets get -100 (whole numbers) or NaN (floats), which objectives ignore, or False. ``dtype_kind`` is
@@ -124,8 +121,8 @@ def padding_of(dtype_kind: str, kind: str) -> float | int | bool:
 def add_mask(inputs: Leaves, mask: Tensor) -> Leaves:
     """Return inputs with the mask as an additional leaf.
 
-    In a tuple the mask is last. A single leaf becomes a tuple of leaf and mask. In a dict the mask has the name
-    ``mask``. If a dict already has this name, its leaf stays, and no mask is added.
+    In a tuple, the mask is last. A single leaf becomes a tuple of leaf and mask. In a dict, the mask has the key
+    ``mask``. A dict that already has this key is returned without the mask.
     """
     if get_leaves_form(inputs) == "dict":
         return {MASK: mask, **inputs}

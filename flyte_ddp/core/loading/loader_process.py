@@ -41,18 +41,17 @@ class Call(NamedTuple):
     def run(self, loader: Any) -> Any:
         """Call the method of ``loader``, and return the result.
 
-        If the call has a path, writes the result to the memory there, and returns its position.
+        If the call has a path, writes the result into the memory at the path, and returns the result's position there.
         """
         result = getattr(loader, self.method)(*self.arguments)
         return write_tree(self.path, tree_map(tensor_to_array, result)) if self.path else result
 
 
 def run_loader_server(pipes: Sequence[Connection], exits: Connection, limit_seconds: float) -> None:
-    """Fork a loader process for each pipe, and return after all processes have ended.
+    """Fork a loader process for each pipe, and wait until all loader processes have ended.
 
-    Call this function as the main function of a new process. The function closes the pipes, and changes the process's
-    name and signal handlers. If the rank ends or sends END, kills the loader processes with all their descendants, and
-    exits.
+    This is the main function of a new process, whose name and signal handlers are changed. Closes ``pipes``. If the
+    rank ends or sends the signal END, kills the loader processes and all descendants, and exits.
 
     Args:
         pipes: The loader processes' ends of the pipes to the rank.
@@ -92,10 +91,10 @@ def run_loader_server(pipes: Sequence[Connection], exits: Connection, limit_seco
 
 
 def run_loader_process(pipe: Connection) -> None:
-    """Answer calls of the rank until the rank ends.
+    """Run the rank's calls, and send the results by ``pipe``, until the rank ends.
 
-    First sends this process's id by ``pipe``, and receives the pickled loaders. Then receives pairs of number and Call,
-    and sends the number with the result or the error of the call. Errors carry the traceback as a note.
+    First sends this process's id, and receives the pickled loaders. Then receives pairs of number and Call, and sends
+    the number with the call's result or error. Errors carry the traceback as a note.
 
     Changes settings of this process. SIGINT, SIGTERM and SIGHUP are ignored, and torch uses one thread. On SIGUSR1, the
     stack is written to ``pipe``.
@@ -120,7 +119,7 @@ def run_loader_process(pipe: Connection) -> None:
                     loaders = pickle.loads(content)
                 answer: Any = call.run(loaders[call.loader])
             except BaseException as error:
-                answer = portable_error(error)
+                answer = make_portable_error(error)
                 answer.add_note(traceback.format_exc()[-MOST_CHARACTERS:])
             sys.stdout.flush()  # what the user's code has printed
             pipe.send((number, answer))
@@ -130,11 +129,11 @@ def tensor_to_array(value: Any) -> Any:
     return value.numpy() if isinstance(value, Tensor) and value.dtype != torch.bfloat16 else value  # NumPy has none
 
 
-def portable_error(error: BaseException) -> Exception:
-    """Return an error that can be pickled and sent to the rank.
+def make_portable_error(error: BaseException) -> Exception:
+    """Return a copy of an error that can be pickled and sent to the rank.
 
-    Errors of flyte_ddp keep their type. Other errors, and errors that pickle rejects, become a RuntimeError with type
-    and text.
+    Errors of flyte_ddp keep their type. Other errors, and errors that pickle rejects, become a RuntimeError with the
+    error's type and text.
     """
     if type(error).__module__.startswith("flyte_ddp."):
         with suppress(Exception):

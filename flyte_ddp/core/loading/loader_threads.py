@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from flyte_ddp.core.loading.batch_memory import Layout
-from flyte_ddp.core.loading.sample_loader import Loaded, SampleLoader, load_into
+from flyte_ddp.core.loading.sample_loader import Loaded, SampleLoader, load_into_memory
 from flyte_ddp.core.loading.workers import LoaderPool
 from flyte_ddp.core.machine import waiting
 from flyte_ddp.core.order.sampling import Indices
@@ -29,21 +29,27 @@ class LoaderThreads:
 
     def __init__(self, threads: int) -> None:
         self.number = threads
-        self.pool = ThreadPoolExecutor(threads, thread_name_prefix=THREADS, initializer=limit_threads)
+        self.pool = ThreadPoolExecutor(threads, thread_name_prefix=THREADS, initializer=limit_to_one_thread)
 
-    def start_images(
+    def start_loading_images(
         self, loader: SampleLoader, samples: Indices, epoch: int | None, layout: Layout
     ) -> tuple[NDArray[np.uint8], list[Future[Loaded]]]:
-        """Start loading a batch of images. Return the batch's memory, and the tasks for :meth:`wait_for_images`."""
+        """Start loading a batch of images, without waiting.
+
+        Returns:
+            The batch's memory, and the tasks for :meth:`wait_for_loaded_images`.
+        """
         memory = np.empty(layout.size, np.uint8)
-        loads = loader.make_loads(samples.tolist(), epoch)
+        loads = loader.make_load_functions(samples.tolist(), epoch)
         size = max(1, min(SAMPLES_A_TASK, len(samples) // (2 * self.number)))
         starts = range(0, len(samples), size)
-        tasks = [self.pool.submit(load_into, memory, layout, start, loads[start : start + size]) for start in starts]
+        tasks = [
+            self.pool.submit(load_into_memory, memory, layout, start, loads[start : start + size]) for start in starts
+        ]
         return memory, tasks
 
-    def wait_for_images(self, tasks: Sequence[Future[Loaded]]) -> list[Loaded]:
-        """Wait for all tasks, and return their results in order.
+    def wait_for_loaded_images(self, tasks: Sequence[Future[Loaded]]) -> list[Loaded]:
+        """Wait until all tasks have loaded their images, and return the results in order.
 
         Raises:
             Exception: A task failed, with this error.
@@ -65,8 +71,8 @@ class LoaderThreads:
         self.pool.shutdown(wait=False, cancel_futures=True)
 
 
-def limit_threads() -> None:
-    """Limit torch and OpenMP to one thread for work of the calling thread, until the thread ends."""
+def limit_to_one_thread() -> None:
+    """Limit torch and OpenMP to one thread for all later work of the calling thread."""
     torch.get_num_threads()  # torch's first call in a thread sets its number of threads, so the limit comes after it
     threadpoolctl.threadpool_limits(1, user_api="openmp")
 

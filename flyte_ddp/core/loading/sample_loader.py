@@ -31,16 +31,18 @@ class SampleLoader(SampleFacts):
     sizes: tuple[tuple[int, ...], ...]  # allowed shapes [H, W, C] of images; all images of a batch have one shape
     augmentation = NO_AUGMENTATION  # whose batches are augmented after loading
 
-    def make_loads(self, samples: Sequence[int], epoch: int | None) -> Sequence[Callable[[], Sample]]:
-        """Return a function for each sample that loads the sample.
+    def make_load_functions(self, samples: Sequence[int], epoch: int | None) -> Sequence[Callable[[], Sample]]:
+        """Return a function for each sample. The function loads and returns the sample.
 
-        Samples are augmented for an ``epoch`` of training, and not for None. A slow reader starts reading at once, in
-        other threads.
+        Samples are augmented for an ``epoch`` of training, and not for None. A slow reader starts to read in this call,
+        in other threads.
         """
         raise NotImplementedError
 
-    def load_part(self, samples: Sequence[int], epoch: int | None, first: int, layout: Layout, path: str) -> Loaded:
-        """Load samples into a batch's memory, from position ``first`` on. Runs in a loader process.
+    def load_part_of_batch(
+        self, samples: Sequence[int], epoch: int | None, first: int, layout: Layout, path: str
+    ) -> Loaded:
+        """Load some samples of a batch into the batch's memory, from position ``first`` on. Runs in a loader process.
 
         Args:
             epoch: Epoch of training, for which samples are augmented, or None.
@@ -51,14 +53,16 @@ class SampleLoader(SampleFacts):
         Raises:
             UserError: Images have different sizes, or a sample is unfit.
         """
-        loaded = load_into(open_memory(path, layout.size), layout, first, self.make_loads(samples, epoch))
+        loaded = load_into_memory(
+            open_memory(path, layout.size), layout, first, self.make_load_functions(samples, epoch)
+        )
         return loaded._replace(report=self.take_report())
 
     def take_report(self) -> Any:
-        """Return this process's findings since the last call, such as damaged samples, or None."""
+        """Return a report of damaged samples and the like since the last call, or None. Each is reported once."""
 
     def add_report(self, report: Any) -> None:
-        """Add a report that :meth:`take_report` returned in another process.
+        """Record what :meth:`take_report` returned in another process.
 
         Raises:
             UserError: There are too many bad samples.
@@ -68,8 +72,12 @@ class SampleLoader(SampleFacts):
         """Close files."""
 
 
-def load_into(memory: NDArray[np.uint8], layout: Layout, first: int, loads: Sequence[Callable[[], Sample]]) -> Loaded:
-    """Call ``loads``, and write images and targets into a batch's memory, from position ``first`` on.
+def load_into_memory(
+    memory: NDArray[np.uint8], layout: Layout, first: int, loads: Sequence[Callable[[], Sample]]
+) -> Loaded:
+    """Call ``loads``, and write the loaded images and targets into a batch's memory, from position ``first`` on.
+
+    Returns the samples' names and the images' shape.
 
     Raises:
         UserError: Images have different sizes.
@@ -84,14 +92,11 @@ def load_into(memory: NDArray[np.uint8], layout: Layout, first: int, loads: Sequ
             start = place * layout.image_bytes
             copy_image(image, memory[start : start + image.size].reshape(image.shape))
             names.append(name)
-    return Loaded(names, common_shape(shapes))
+    return Loaded(names, require_common_shape(shapes))
 
 
 def copy_image(image: NDArray[np.uint8], to: NDArray[np.uint8]) -> None:
-    """Copy ``image`` [H, W, C] into ``to``.
-
-    A view of a [C, H, W] array is copied by channels, three times as fast.
-    """
+    """Copy ``image`` [H, W, C] into ``to``, channel by channel if pixels are not contiguous, which is faster."""
     if image.flags.c_contiguous:
         to[...] = image
     else:
@@ -99,8 +104,8 @@ def copy_image(image: NDArray[np.uint8], to: NDArray[np.uint8]) -> None:
             to[..., channel] = image[..., channel]
 
 
-def common_shape(shapes: Collection[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the shape that all ``shapes``, one or more, have in common.
+def require_common_shape(shapes: Collection[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the shape of images, if all ``shapes`` (at least one) are equal.
 
     Raises:
         UserError: The shapes differ.

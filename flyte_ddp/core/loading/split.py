@@ -61,15 +61,15 @@ class BatchSource(SampleFacts):
     loaders = 0  # processes or threads that load for this rank; 0: the rank itself
 
     def load_batch(self, samples: Indices, epoch: int | None, check_targets: CheckTargets | None = None) -> Batch:
-        """Return samples as a batch on the device.
+        """Return samples as a batch on the device. Waits if the batch is still being loaded.
 
         Samples are augmented for an ``epoch`` of training, and not for None. Targets that user code makes are checked
         by ``check_targets``.
         """
         raise NotImplementedError
 
-    def begin(self, samples: Indices, epoch: int | None) -> None:
-        """Start loading samples for a later :meth:`load_batch` of the same samples and epoch."""
+    def begin_batch(self, samples: Indices, epoch: int | None) -> None:
+        """Start loading samples, without waiting, for a later :meth:`load_batch` of the same samples and epoch."""
 
     def close(self) -> None:
         """Stop started loads and close files."""
@@ -78,8 +78,8 @@ class BatchSource(SampleFacts):
 class FileFetcher(Protocol):
     """Fetches whole files before their samples are loaded."""
 
-    def begin(self, samples: Indices) -> None:
-        """Start to fetch the files that hold these samples."""
+    def begin_fetching(self, samples: Indices) -> None:
+        """Start to fetch the files that hold these samples, without waiting."""
 
     def finish(self, samples: Indices) -> None:
         """Record that these samples were loaded. Later files may then be fetched."""
@@ -104,9 +104,10 @@ class Split:
         return batch
 
     def load_evaluation_batches(self, batch_size: int, part: int, parts: int) -> Iterator[tuple[slice, Batch]]:
-        """Yield part ``part`` (from 0) of ``parts`` of the split's batches, each with its slice of the order.
+        """Divide the split's batches into ``parts``, and yield the batches of part number ``part`` (from 0).
 
-        The batches are consecutive, and are not augmented. A part may have no batch.
+        Each batch comes with its slice of the order of evaluations. The batches of a part are consecutive, and are not
+        augmented. A part may have no batch.
         """
         numbers = take_slice(np.arange(-(-len(self) // batch_size)), part, parts).tolist()
         places = [slice(number * batch_size, min((number + 1) * batch_size, len(self))) for number in numbers]
@@ -115,28 +116,32 @@ class Split:
             yield place, self.load_batch(samples)
 
     def iterate_with_prefetch(
-        self, items: Iterator[Item], samples_of: Callable[[Item], Iterable[Indices]], epoch: int | None, batch_size: int
+        self,
+        items: Iterator[Item],
+        list_samples: Callable[[Item], Iterable[Indices]],
+        epoch: int | None,
+        batch_size: int,
     ) -> Iterator[Item]:
-        """Yield ``items``, such as batches, in order, and start loading the samples of later items.
+        """Return an iterator over ``items``, such as batches, that starts to load the samples of later items.
 
-        The iterator ``items`` is read ahead.
+        Starting does not wait. Reads ``items`` ahead.
 
         Args:
-            samples_of: Returns the arrays of sample numbers that an item needs.
+            list_samples: Returns the arrays of sample numbers that an item needs.
             epoch: Epoch of training, as in the later call of :meth:`load_batch`, or None in an evaluation.
             batch_size: Samples of a global batch, or of a batch of the evaluation.
         """
 
         def begin_item(begin: Callable[[Indices], None], item: Item) -> Item:
-            for samples in samples_of(item):
+            for samples in list_samples(item):
                 begin(samples)
             return item
 
         if self.prefetcher is not None:
             distance = self.order.count_batches_to_prefetch(batch_size, mixed=epoch is not None)
-            items = start_ahead(partial(begin_item, self.prefetcher.begin), items, distance)
+            items = start_ahead(partial(begin_item, self.prefetcher.begin_fetching), items, distance)
         if self.source.batches_ahead:
-            begin = partial(begin_item, partial(self.source.begin, epoch=epoch))
+            begin = partial(begin_item, partial(self.source.begin_batch, epoch=epoch))
             items = start_ahead(begin, items, self.source.batches_ahead)
         return items
 
@@ -151,8 +156,8 @@ class Splits:
     inputs: ModelInput  # images with the size, mean and std of the data set, or other leaves
     targets: TargetSpec | None  # None: targets have several leaves, or none
 
-    def check_by(self, check_targets: CheckTargets) -> "Splits":
-        """Return the same splits, whose targets are checked when user code makes them."""
+    def with_target_check(self, check_targets: CheckTargets) -> "Splits":
+        """Return a copy of these splits that checks the targets that user code makes, by ``check_targets``."""
         splits = (replace(each, check_targets=check_targets) for each in (self.training, self.validation, self.test))
         training, validation, test = splits
         return Splits(training, validation, test, self.inputs, self.targets)

@@ -39,7 +39,9 @@ class TrainingData(Protocol):
     user_code: tuple[str, ...]  # each ``package.module:callable`` in ``preprocessing``
 
     def open_splits(self, hardware: Hardware, device: torch.device, settings: Settings) -> Splits:
-        """Open this rank's splits, and start threads or processes that load samples. ``close`` of the result ends them.
+        """Open this rank's splits, and start threads or processes that load samples.
+
+        ``close()`` of the result ends the threads or processes.
 
         Raises:
             UserError: Data and hyperparameters do not fit together, or user code cannot be imported.
@@ -47,7 +49,7 @@ class TrainingData(Protocol):
         """
 
     def name_classes(self, *, of_numbers: bool) -> tuple[str, ...]:
-        """Return the names of the classes. If ``of_numbers`` is True, targets need no classes, and () may be returned.
+        """Return the names of the classes. ``of_numbers`` allows (), because targets that are numbers need no classes.
 
         Raises:
             UserError: The numbers of classes differ, or no number is known and ``of_numbers`` is False.
@@ -70,20 +72,20 @@ class TrainingData(Protocol):
         """Return whether no target can be NaN. Reads all stored targets."""
 
     def list_not_finite(self, validation: Order) -> Iterable[tuple[str, np.int32]]:
-        """Return the first sample with a NaN or infinite value of each file, with its split's name.
+        """Return, for each file of arrays, the split and number of the first sample with a NaN or infinite value.
 
-        ``validation`` is the order of the validation split. Samples that training may skip are left out.
+        ``validation`` is the order of the validation split. Samples that training may skip do not count.
         """
 
     def name_sample(self, split: str, number: int) -> str:
-        """Return a sample's split and number in words, with the id that the user gave to the sample.
+        """Return a text that names a sample: split, number, and the id that the user gave to the sample.
 
-        ``split`` is "training", "validation" or "test". ``number`` is a position in the data set's training or test
-        samples, also for a validation sample.
+        ``split`` is "training", "validation" or "test". ``number`` is a position in the data set's training samples
+        (also for a validation sample) or test samples.
         """
 
     def list_inputs(self, inputs: Leaves, samples: Indices) -> dict[str, Any]:
-        """Return columns of the inputs of test samples for a table, as the user knows them."""
+        """Return inputs of test samples as columns of a table, with the user's names and values."""
 
     def list_notes(self) -> list[str]:
         """Return sentences for the report about limits of these data."""

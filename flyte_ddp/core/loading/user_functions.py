@@ -40,11 +40,11 @@ class Sample(NamedTuple):
     name: str  # the key in the data set; empty if it has none
 
 
-def seed_for(purpose: str, seed: int, epoch: int, sample: int, transforms: Iterable[Any] = ()) -> None:
-    """Seed the global generators of Python, NumPy and torch (CPU), and ``transforms``, for a sample.
+def seed_for_sample(purpose: str, seed: int, epoch: int, sample: int, transforms: Iterable[Any] = ()) -> None:
+    """Seed the global random generators of Python, NumPy and torch (CPU), and ``transforms``, for a sample.
 
-    The state before is not restored. ``purpose`` (up to 16 bytes) makes seeds for different purposes differ. Each
-    transform must have ``set_random_seed``.
+    ``purpose`` (up to 16 bytes) makes seeds for different purposes differ. Each transform must have
+    ``set_random_seed``.
     """
     packed = struct.pack("<3q", seed, epoch, sample)
     hashed = hashlib.blake2b(packed, digest_size=8, person=purpose.encode()).digest()
@@ -54,11 +54,15 @@ def seed_for(purpose: str, seed: int, epoch: int, sample: int, transforms: Itera
         transform.set_random_seed(bits % 2**32)
 
 
-def find_seeded_transforms(own: Any, method: str = "__call__") -> list[Any]:
-    """Return the objects with ``set_random_seed`` among ``own``, its attributes, and variables in the code of ``own``.
+def list_seedable_transforms(own: Any, method: str = "__call__") -> list[Any]:
+    """Return the objects with a method ``set_random_seed``, such as transforms, that a user's callable uses.
 
-    ``own`` is a user's function or object. The code of an object is its ``method``. Variables are globals and closure
-    variables, whose contents are not searched. Classes are skipped, and each object is returned once.
+    Searches the callable, the attributes, and the globals and closure variables in the code. Does not search the
+    contents of variables. Skips classes.
+
+    Args:
+        own: The user's function or object.
+        method: The method of an object whose code is searched.
     """
     function = inspect.unwrap(own if inspect.isroutine(own) else getattr(type(own), method))
     function = getattr(function, "__func__", function)  # of a bound method
@@ -82,10 +86,10 @@ class UserFunction:
         self.transforms: list[Any] = []  # used by the function, and to be seeded
 
     @classmethod
-    def find(cls, setting: str, spec: str) -> "UserFunction | None":
-        """Import and return the user-defined function that a setting names, or return None for other values.
+    def import_if_named(cls, setting: str, spec: str) -> "UserFunction | None":
+        """Import the function that the value ``spec`` of a setting names, or return None if ``spec`` has no colon.
 
-        Restores the global random generators.
+        Restores the global random generators after the import.
 
         Raises:
             UserError: The import fails.
@@ -101,7 +105,7 @@ class UserFunction:
         return UserFunction, (self.setting, self.spec)
 
     def load(self) -> Callable[..., Any]:
-        """Import the callable at the first call, and return it. A class is called without arguments to make an object.
+        """Import the user's callable at the first call, and return the callable. Of a class, makes an object.
 
         Raises:
             UserError: The import fails, or an object of the class cannot be called.
@@ -112,16 +116,16 @@ class UserFunction:
                 found = found()
             if not callable(found):
                 raise UserError(f"{self}: objects of this class are not callable; define the method __call__")
-            self.function, self.transforms = found, find_seeded_transforms(found)
+            self.function, self.transforms = found, list_seedable_transforms(found)
         return self.function
 
     def seed(self, seed: int, epoch: int, sample: int) -> None:
-        """Seed this process's generators, and the function's transforms, for a sample in an epoch.
+        """Seed the global random generators and the function's transforms for a sample in an epoch.
 
         Imports the function at the first call.
         """
         self.load()
-        seed_for(self.setting, seed, epoch, sample, self.transforms)
+        seed_for_sample(self.setting, seed, epoch, sample, self.transforms)
 
     def call_pair(self, where: str, *arguments: Any, returns: str = "(inputs, targets)") -> tuple[Any, Any]:
         """Call the user's function with ``arguments``, and return the pair that the function returns.
@@ -148,7 +152,7 @@ class UserFunction:
         return returned[0], returned[1]
 
     def call(self, name: str, *arguments: Any) -> Sample:
-        """Call the function for the sample ``name``, and return image and target as a sample of this name.
+        """Call the user's function with ``arguments``, and return image and target as the sample ``name``.
 
         Raises:
             UserError: The function returns no pair, no pixels, or no array as target.
@@ -167,7 +171,7 @@ class UserFunction:
 
 
 def require_target(own: object, target: NDArray[Any], kind: TargetSpec, where: str) -> NDArray[Any]:
-    """Return ``target`` unchanged if its shape, type and class numbers fit ``kind``.
+    """Check that the shape, type and class numbers of a target fit ``kind``, and return the target unchanged.
 
     Floats fit only if ``kind`` has a float type. Ignored pixels (255) of a mask always fit.
 
@@ -195,10 +199,10 @@ def require_target(own: object, target: NDArray[Any], kind: TargetSpec, where: s
 
 
 def derive_target_spec(own: object, target: NDArray[Any], classes: int, where: str) -> TargetSpec:
-    """Return the properties of all targets, derived from a single ``target``.
+    """Derive shape and type of all targets from a single ``target``.
 
-    A class is int64 [], and a mask is uint8 or int64 [H, W, ...]. Other targets, such as whole numbers [k], are
-    float32.
+    A whole number is a class, int64 []. Whole numbers [H, W, ...] are a mask, uint8 or int64. Other targets, such as
+    whole numbers [k], are float32.
 
     Args:
         own: The callable that made the target, for errors.
@@ -226,21 +230,21 @@ class Augmentation:
     function: UserFunction | None = None  # changes single samples
 
     @classmethod
-    def of(cls, setting: str, seed: int) -> "Augmentation":
+    def from_setting(cls, setting: str, seed: int) -> "Augmentation":
         """Return the augmentation that the hyperparameter ``augment`` names. Imports a user-defined function.
 
         Raises:
             UserError: The import fails.
         """
-        function = UserFunction.find("augment", setting)
+        function = UserFunction.import_if_named("augment", setting)
         return cls("none" if function else setting, seed, function)
 
     def augment_sample(self, loaded: Sample, sample: int, epoch: int | None, where: str) -> Sample:
-        """Call the user-defined function with copies of a sample's image and target, and return the result.
+        """Augment a sample by the user-defined function, which gets copies of image and target.
 
-        Without a function, or if ``epoch`` is None, returns the sample unchanged. Seeds the global generators of
-        Python, NumPy and torch, and the function's transforms, and does not restore the generators. ``sample`` is the
-        number of the sample, and ``where`` names the sample in errors.
+        Without a function, or if ``epoch`` is None, returns the sample unchanged. Seeds the global random generators,
+        and does not restore the generators. ``sample`` is the sample's number, and ``where`` names the sample in
+        errors.
 
         Raises:
             UserError: The function returns no image and target.
@@ -256,10 +260,10 @@ class Augmentation:
     def augment_batch(
         self, images: Tensor, targets: Tensor, samples: Indices, epoch: int | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the images [n, H, W, C] of a batch, shifted at random and perhaps mirrored, and the targets.
+        """Augment a batch by a built-in kind, and return its images [n, H, W, C] and targets.
 
-        The kind "crop" shifts, and "crop_flip" also mirrors half of the images. For other kinds, and if ``epoch`` is
-        None, nothing changes. The random shift of an image depends on seed, epoch and number of the sample.
+        The kind "crop" shifts images at random, and "crop_flip" also mirrors half of the images. For other kinds, and
+        if ``epoch`` is None, nothing changes. The shift of an image depends on seed, epoch and the sample's number.
 
         Masks (targets [n, H, W]) are shifted and mirrored with their images. Uncovered pixels of a mask become 255
         (ignored). Other targets are unchanged.

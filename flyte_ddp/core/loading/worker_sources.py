@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.loading.batch_memory import Layout
 from flyte_ddp.core.loading.loader_threads import ImagePool
-from flyte_ddp.core.loading.sample_loader import SampleLoader, common_shape, load_into
+from flyte_ddp.core.loading.sample_loader import SampleLoader, load_into_memory, require_common_shape
 from flyte_ddp.core.loading.split import Batch, BatchSource, CheckTargets
 from flyte_ddp.core.machine.device_copy import copy_to_device
 from flyte_ddp.core.order.random_state import keep_random_state
@@ -26,21 +26,21 @@ class WorkerSource(BatchSource):
 
     def __init__(self, pool: Any, device: torch.device) -> None:
         self.pool, self.device, self.loaders = pool, device, pool.number if pool else 0
-        # For each batch that the pool is loading, by epoch and samples: the handle from :meth:`submit_batch`.
+        # For each batch that the pool is loading, by epoch and samples: the handle from :meth:`start_loading_batch`.
         self.pending: dict[tuple[int | None, bytes], Any] = {}
 
-    def submit_batch(self, pool: Any, samples: Indices, epoch: int | None) -> Any:
-        """Start loading a batch in ``pool``, and return a handle for :meth:`load_batch`."""
+    def start_loading_batch(self, pool: Any, samples: Indices, epoch: int | None) -> Any:
+        """Start loading a batch in ``pool`` without waiting, and return a handle that :meth:`load_batch` waits for."""
         raise NotImplementedError
 
-    def begin(self, samples: Indices, epoch: int | None) -> None:
+    def begin_batch(self, samples: Indices, epoch: int | None) -> None:
         key = (epoch, samples.tobytes())
         if self.pool is not None and key not in self.pending:
-            self.pending[key] = self.submit_batch(self.pool, samples, epoch)
+            self.pending[key] = self.start_loading_batch(self.pool, samples, epoch)
 
-    def take_pending(self, samples: Indices, epoch: int | None) -> Any:
-        """Return the handle of a started batch, and forget the batch. Starts the batch if needed."""
-        self.begin(samples, epoch)  # no effect if done before
+    def take_started_batch(self, samples: Indices, epoch: int | None) -> Any:
+        """Remove a started batch from ``pending``, and return the handle. Starts loading the batch if needed."""
+        self.begin_batch(samples, epoch)  # no effect if done before
         return self.pending.pop((epoch, samples.tobytes()))
 
     def close(self) -> None:
@@ -60,10 +60,9 @@ class WorkerImages(WorkerSource):
         self.loader = loader
 
     def load_batch(self, samples: Indices, epoch: int | None, check_targets: CheckTargets | None = None) -> Batch:
-        """Wait for samples as a batch on the device, or load them here without a pool.
+        """Return samples as a batch on the device: waits for the pool, or loads the samples here without a pool.
 
-        Images are augmented unless ``epoch`` is None. Adds the samples that the pool could not decode to this rank's
-        record.
+        Images are augmented unless ``epoch`` is None. Records the samples that the pool could not decode.
 
         Raises:
             UserError: A sample or its target is unfit, image sizes differ, or more samples are bad than allowed.
@@ -72,19 +71,21 @@ class WorkerImages(WorkerSource):
         if self.pool is None:
             memory = np.empty(layout.size, np.uint8)
             with keep_random_state():
-                loaded = [load_into(memory, layout, 0, self.loader.make_loads(samples.tolist(), epoch))]
+                loaded = [load_into_memory(memory, layout, 0, self.loader.make_load_functions(samples.tolist(), epoch))]
         else:
-            memory, tasks = self.take_pending(samples, epoch)
-            loaded = self.pool.wait_for_images(tasks)
+            memory, tasks = self.take_started_batch(samples, epoch)
+            loaded = self.pool.wait_for_loaded_images(tasks)
             for each in loaded:
                 if each.report is not None:
                     self.loader.add_report(each.report)
-        images = layout.view_images(memory, common_shape([each.shape for each in loaded] or self.loader.sizes[:1]))
+        images = layout.view_images(
+            memory, require_common_shape([each.shape for each in loaded] or self.loader.sizes[:1])
+        )
         targets = layout.view_targets(memory)
         if check_targets is not None:
             names = [name for each in loaded for name in each.names]
             named = [name or str(sample) for sample, name in zip(samples.tolist(), names, strict=True)]
-            check_each_target(check_targets, targets, named)
+            check_targets_by_name(check_targets, targets, named)
         inputs, labels = (copy_to_device(torch.from_numpy(values), self.device) for values in (images, targets))
         inputs, labels = self.loader.augmentation.augment_batch(inputs, labels, samples, epoch)
         return Batch(inputs, labels, [name for each in loaded for name in each.names if name])
@@ -93,8 +94,8 @@ class WorkerImages(WorkerSource):
         kind = self.loader.targets
         return Layout(len(samples), max(map(math.prod, self.loader.sizes)), kind.dtype.str, kind.shape)
 
-    def submit_batch(self, pool: ImagePool, samples: Indices, epoch: int | None) -> Any:
-        return pool.start_images(self.loader, samples, epoch, self.make_layout(samples))
+    def start_loading_batch(self, pool: ImagePool, samples: Indices, epoch: int | None) -> Any:
+        return pool.start_loading_images(self.loader, samples, epoch, self.make_layout(samples))
 
     def bad_samples(self) -> frozenset[str]:
         return self.loader.bad_samples()
@@ -110,11 +111,14 @@ class WorkerImages(WorkerSource):
         self.loader.close()
 
 
-def check_each_target(check: CheckTargets, targets: NDArray[Any], names: Sequence[str]) -> None:
-    """Call ``check`` with all targets [n, ...] of a batch. ``names`` are the names of the samples.
+def check_targets_by_name(check: CheckTargets, targets: NDArray[Any], names: Sequence[str]) -> None:
+    """Call ``check`` with all targets [n, ...] of a batch, and name the sample in the error.
+
+    Args:
+        names: Names of the samples.
 
     Raises:
-        UserError: ``check`` rejects a target. The error names the sample, if ``check`` also rejects its target alone.
+        UserError: ``check`` rejects a target. The error names the sample if ``check`` rejects the target alone, too.
     """
     try:
         check(targets)

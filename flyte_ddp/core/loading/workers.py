@@ -77,7 +77,7 @@ class LoaderPool:
         self.memories: list[BatchMemory] = []
         self.free: list[BatchMemory] = []
         self.started = False
-        with explain_limits(f"{workers} loader processes", "FLYTE_DDP_LOADERS"), spawn_context() as context:
+        with translate_resource_errors(f"{workers} loader processes", "FLYTE_DDP_LOADERS"), spawn_context() as context:
             pipes, self.exits = [context.Pipe() for _ in range(workers)], context.Pipe(duplex=False)
             self.workers = {ours.fileno(): Worker(number, ours) for number, (ours, _) in enumerate(pipes)}
             arguments = [theirs for _, theirs in pipes], self.exits[1], waiting.limit_seconds
@@ -89,12 +89,13 @@ class LoaderPool:
         for descriptor in self.workers:
             self.poll.register(descriptor, select.POLLIN)
         ours = [self.exits[0], *(worker.pipe for worker in self.workers.values())]
-        self.end = weakref.finalize(self, end_processes, self.server, ours)  # at exit, too
+        self.end = weakref.finalize(self, end_loader_processes, self.server, ours)  # at exit, too
 
-    def submit(self, call: Call) -> int:
+    def send_call(self, call: Call) -> int:
         """Send a call to the process with the fewest unanswered calls, and return the call's number.
 
-        The first call also sends the loaders to all processes. Receives answers that have arrived.
+        Does not wait for the answer. Receives answers of other calls. The first call of this method also sends the
+        loaders to all processes.
 
         Raises:
             RuntimeError: A process has ended. A MachineError if a signal killed the process.
@@ -106,61 +107,66 @@ class LoaderPool:
                 for each in self.workers.values():
                     each.pipe.send_bytes(content)
             # Receive answers first: a process that waits to deliver an answer reads no tasks.
-            self.receive(wait=False)
+            self.receive_answers(wait=False)
             worker.pipe.send_bytes(pickle.dumps((number, call)))  # as send() does, in less of the rank's time
         except OSError:
-            raise self.ended_error(worker) from None
+            raise self.make_ended_error(worker) from None
         worker.tasks += 1
         return number
 
-    def start_images(
+    def start_loading_images(
         self, loader: SampleLoader, samples: Indices, epoch: int | None, layout: Layout
     ) -> tuple[NDArray[np.uint8], list[int]]:
-        """Start loading a batch of images. ``loader`` must be one of the pool's loaders.
+        """Start loading a batch of images, without waiting. ``loader`` must be one of the pool's loaders.
 
         Returns:
-            The batch's memory, and the tasks for :meth:`wait_for_images`. The memory is used again after the array is
-            deleted.
+            The batch's memory, and the tasks for :meth:`wait_for_loaded_images`. When the array is deleted, another
+                batch may use the memory.
 
         Raises:
             UserError: This process's limits are too low for the batch.
             RuntimeError: A process has ended. A MachineError if a signal killed it, or if the machine has no room.
         """
-        free = self.take_memory()
-        memory = self.map_memory(free, layout.size)
+        free = self.take_unused_memory()
+        memory = self.map_batch_memory(free, layout.size)
         tasks_in_all = 2 * self.number if self.number > 1 else 1  # two for each process balance slow and fast samples
         size = max(1, min(-(-len(samples) // tasks_in_all), MOST_SAMPLES))
         numbers, place = samples.tolist(), self.loaders.index(loader)
         tasks = [
-            self.submit(Call(place, "load_part", (numbers[start : start + size], epoch, start, layout, free.path)))
+            self.send_call(
+                Call(place, "load_part_of_batch", (numbers[start : start + size], epoch, start, layout, free.path))
+            )
             for start in range(0, len(samples), size)
         ]
         return memory, tasks
 
-    def wait_for_images(self, tasks: Sequence[int]) -> list[Loaded]:
-        return [self.wait_for(task) for task in tasks]
+    def wait_for_loaded_images(self, tasks: Sequence[int]) -> list[Loaded]:
+        return [self.wait_for_answer(task) for task in tasks]
 
     def submit_call(self, method: Any, *arguments: Any) -> tuple[BatchMemory, int]:
-        """Let a process call ``method`` with ``arguments``. Return the argument for :meth:`take_result`.
+        """Let a process call ``method`` with ``arguments``, without waiting.
 
-        ``method`` must be a bound method of one of the pool's loaders.
+        ``method`` must be a bound method of one of the pool's loaders. Returns the argument for
+        :meth:`wait_for_result`.
         """
-        memory = self.take_memory()
+        memory = self.take_unused_memory()
         call = Call(self.loaders.index(method.__self__), method.__name__, arguments, memory.path)
-        return memory, self.submit(call)
+        return memory, self.send_call(call)
 
-    def take_result(self, submitted: tuple[BatchMemory, int]) -> Any:
-        """Wait for a call of :meth:`submit_call`, and return its result. Call this method once for each call.
+    def wait_for_result(self, submitted: tuple[BatchMemory, int]) -> Any:
+        """Wait for a call of :meth:`submit_call`, and return the result. Call this method once for each call.
 
-        The arrays of the result are views of memory, which stays in use while an array exists. Raises the errors of
-        :meth:`wait_for`.
+        The arrays of the result are views of a memory, which stays in use while an array exists. Raises the errors of
+        :meth:`wait_for_answer`.
         """
         memory, number = submitted
-        place = self.wait_for(number)
-        return read_tree(self.map_memory(memory, place[1]), place)
+        place = self.wait_for_answer(number)
+        return read_tree(self.map_batch_memory(memory, place[1]), place)
 
-    def wait_for(self, number: int) -> Any:
-        """Wait for a call, and return its answer. ``number`` is the result of :meth:`submit`. Call this method once.
+    def wait_for_answer(self, number: int) -> Any:
+        """Wait for the answer of call ``number``, a result of :meth:`send_call`, and return the answer.
+
+        Call this method once for each call.
 
         Raises:
             Exception: The call failed, with this error. The traceback is in a note.
@@ -168,26 +174,26 @@ class LoaderPool:
             MachineError: No process answered within ``waiting.limit_seconds`` and 5 s.
         """
         while number not in self.answers:
-            self.receive(wait=True)
+            self.receive_answers(wait=True)
         answer = self.answers.pop(number)
         if isinstance(answer, Exception):
             raise answer  # with a note, the traceback in the process
         return answer
 
-    def receive(self, *, wait: bool) -> None:
-        """Receive all answers that have arrived. With ``wait``, waits for at least one answer.
+    def receive_answers(self, *, wait: bool) -> None:
+        """Receive all answers that have arrived, and store them in ``answers``. With ``wait``, waits for an answer.
 
         Raises:
             RuntimeError: A process has ended. A MachineError if a signal killed the process.
-            MachineError: With ``wait``, no answer came within :meth:`answer_seconds`.
+            MachineError: With ``wait``, no answer came within :meth:`compute_answer_limit`.
         """
-        while ready := self.poll.poll(self.answer_seconds() * 1000 * wait):
+        while ready := self.poll.poll(self.compute_answer_limit() * 1000 * wait):
             for descriptor, _ in ready:
                 worker = self.workers[descriptor]
                 try:
                     number, answer = worker.pipe.recv()
                 except (EOFError, OSError):
-                    raise self.ended_error(worker) from None
+                    raise self.make_ended_error(worker) from None
                 if number == STARTED:
                     worker.pid = answer
                     continue
@@ -195,23 +201,23 @@ class LoaderPool:
                 self.answers[number] = answer
                 wait = False
         if wait:
-            raise self.late_error()
+            raise self.make_late_error()
 
-    def answer_seconds(self) -> float:
-        """Return the longest wait for the next answer, in seconds.
+    def compute_answer_limit(self) -> float:
+        """Return the time limit for the next answer, in seconds.
 
-        The wait is longer than a process's own limit for a sample. While processes start, the wait is at least
-        START_SECONDS (300 s).
+        The limit is the limit for loading a sample and 5 s. While processes start, the limit is at least 300 s
+        (START_SECONDS).
         """
         starting = any(worker.tasks and worker.pid is None for worker in self.workers.values())
         limit = waiting.limit_seconds + GRACE_SECONDS
         return min(max(limit, START_SECONDS) if starting else limit, MOST_SECONDS)
 
-    def late_error(self) -> MachineError:
-        """Return an error with the stacks of the processes that are loading.
+    def make_late_error(self) -> MachineError:
+        """Return an error with the stacks of the processes that did not answer in time.
 
-        Sends these processes SIGUSR1, and waits up to 5 s for each stack. The pipes of these processes can receive no
-        answers afterwards.
+        Sends these processes SIGUSR1, and waits up to 5 s for each stack. Afterwards no answers can be received from
+        these processes.
         """
         loading = [worker for worker in self.workers.values() if worker.tasks]
         if any(worker.pid is None for worker in loading):
@@ -219,7 +225,7 @@ class LoaderPool:
         stacks = [worker.pid and read_stack(worker.pid, worker.pipe, END_SECONDS) for worker in loading]
         return waiting.late_error("a batch from loader processes", "\n".join(stack or NO_STACK for stack in stacks))
 
-    def take_memory(self) -> BatchMemory:
+    def take_unused_memory(self) -> BatchMemory:
         """Return an unused memory, or a new memory if all are in use.
 
         Raises:
@@ -227,27 +233,27 @@ class LoaderPool:
             MachineError: The machine has no room.
         """
         if not self.free:
-            with explain_limits(f"{self.number} loader processes", "FLYTE_DDP_LOADERS"):
+            with translate_resource_errors(f"{self.number} loader processes", "FLYTE_DDP_LOADERS"):
                 self.memories.append(BatchMemory())
             return self.memories[-1]
         return self.free.pop()
 
-    def map_memory(self, memory: BatchMemory, size: int) -> NDArray[np.uint8]:
-        """Return a memory as an array of bytes. Grows the memory to at least ``size`` bytes.
+    def map_batch_memory(self, memory: BatchMemory, size: int) -> NDArray[np.uint8]:
+        """Grow a memory to at least ``size`` bytes, and return the memory as an array of bytes.
 
-        The memory is free again when the array and its views are deleted.
+        When the array and its views are deleted, the memory is unused again.
 
         Raises:
             UserError: This process's limits are too low.
             MachineError: The machine has no room.
         """
-        with explain_limits(f"a batch of {size:,} bytes", "batch_size"):
-            whole = memory.resize(size)
+        with translate_resource_errors(f"a batch of {size:,} bytes", "batch_size"):
+            whole = memory.grow(size)
         weakref.finalize(whole, self.free.append, memory).atexit = False
         return whole
 
-    def ended_error(self, worker: Worker) -> RuntimeError:
-        """Return an error that explains how a process ended. A process killed by a signal gives a MachineError.
+    def make_ended_error(self, worker: Worker) -> RuntimeError:
+        """Return an error that explains how a loader process ended: a MachineError if a signal killed the process.
 
         Waits up to 5 s for each exit code, until the worker's exit code arrives. Without this code, waits up to 5 s for
         the process that forked the loader processes.
@@ -275,8 +281,8 @@ class LoaderPool:
 
 
 @contextmanager
-def explain_limits(what: str, setting: str) -> Iterator[None]:
-    """Turn the block's OSErrors for exhausted resources into errors with advice. Other errors pass.
+def translate_resource_errors(what: str, setting: str) -> Iterator[None]:
+    """Turn OSErrors of the block that mean exhausted resources into errors with advice. Other errors are not changed.
 
     ``what`` names what the block needs, and ``setting`` is the setting to lower.
 
@@ -295,10 +301,10 @@ def explain_limits(what: str, setting: str) -> Iterator[None]:
         raise
 
 
-def end_processes(server: BaseProcess, pipes: Sequence[Connection]) -> None:
-    """Let the server kill all loader processes and end. After 5 s, kills the server, and waits up to 5 s.
+def end_loader_processes(server: BaseProcess, pipes: Sequence[Connection]) -> None:
+    """End the server, the process that forked the loader processes, and with the server all loader processes.
 
-    Closes ``pipes``. The loader processes end with the server.
+    Asks the server to end, and waits up to 5 s. Then kills the server, and waits up to 5 s. Closes ``pipes``.
     """
     if server.is_alive() and server.pid:
         os.kill(server.pid, END)
@@ -309,19 +315,19 @@ def end_processes(server: BaseProcess, pipes: Sequence[Connection]) -> None:
         pipe.close()
 
 
-def make_pool(loaders: Sequence[Any], workers: int) -> LoaderPool | None:
-    """Start ``workers`` loader processes that call methods of ``loaders``.
+def start_loader_pool(loaders: Sequence[Any], workers: int) -> LoaderPool | None:
+    """Start ``workers`` loader processes that call methods of ``loaders``, without waiting, and return their pool.
 
-    Returns None without loaders, and outside Linux, where the rank must load samples itself.
+    Returns None without loaders, and outside Linux. Then the rank must load samples itself.
     """
     return LoaderPool(loaders, workers) if POSSIBLE and loaders else None
 
 
-def call_for_each(pool: LoaderPool | None, method: Any, parts: Iterable[Any]) -> Iterator[Any]:
-    """Yield the result of a bound method of a loader for each of ``parts``, in order.
+def map_in_loader_pool(pool: LoaderPool | None, method: Any, parts: Iterable[Any]) -> Iterator[Any]:
+    """Call a loader's bound ``method`` with each of ``parts`` in the pool's processes, and yield the results in order.
 
-    Processes compute up to two results each ahead. Without a pool, this process calls the method, and restores the
-    global random generators after each call. Starts nothing before the first ``next()``.
+    The processes compute up to two results each ahead. Without a pool, this process calls the method, and restores the
+    global random generators after each call. Nothing is called before the first ``next()``.
     """
     if pool is None:
         for part in parts:
@@ -330,7 +336,7 @@ def call_for_each(pool: LoaderPool | None, method: Any, parts: Iterable[Any]) ->
             yield result
         return
     submitted = start_ahead(lambda part: pool.submit_call(method, part), parts, 2 * pool.number)
-    yield from map(pool.take_result, submitted)
+    yield from map(pool.wait_for_result, submitted)
 
 
 class MappingPickler(pickle.Pickler):

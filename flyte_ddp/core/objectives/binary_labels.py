@@ -23,27 +23,27 @@ class BinaryLabels(NamedTuple):
     scores: Floats
     predicted: Bools
 
-    def list_known(self) -> Iterator[tuple[Bools, Floats, Bools]]:
-        """Yield truth, probabilities and predictions of each label, without the samples whose truth is unknown."""
+    def iterate_known_labels(self) -> Iterator[tuple[Bools, Floats, Bools]]:
+        """Yield each label's truth, probabilities and predictions for the samples whose truth is known."""
         for truth, scores, predicted in zip(self.truth.T, self.scores.T, self.predicted.T, strict=True):
             known = ~np.isnan(truth)
             yield truth[known] == 1, scores[known], predicted[known]
 
     def measure(self) -> list[dict[str, float]]:
-        return [measure_label(*known) for known in self.list_known()]
+        return [measure_label(*known) for known in self.iterate_known_labels()]
 
     def draw_curves(self, names: Sequence[str]) -> list[Curve]:
-        """Return the ROC curve and the precision-recall curve of labels, one label after another.
+        """Return the ROC curve and the precision-recall curve of each label, for the report's charts.
 
-        Draws the first 8 (MOST_CURVES) labels that have both positive and negative samples. ``names`` has the name of
-        each label.
+        Skips labels without positive or without negative samples, and labels after the first 8 (MOST_CURVES). ``names``
+        are the names of the labels.
         """
-        known = [(name, *found[:2]) for name, found in zip(names, self.list_known(), strict=True)]
+        known = [(name, *found[:2]) for name, found in zip(names, self.iterate_known_labels(), strict=True)]
         drawn = [label for label in known if label[1].any() and not label[1].all()][:MOST_CURVES]
         return [curve for label in drawn for curve in compute_label_curves(*label)]
 
 
-def count_above(truth: Bools, scores: Floats) -> tuple[Floats, NDArray[Any], NDArray[Any]]:
+def count_at_or_above(truth: Bools, scores: Floats) -> tuple[Floats, NDArray[Any], NDArray[Any]]:
     """Count the positives and the negatives with a score at or above each score.
 
     ``truth`` is True for positives. There must be at least one sample.
@@ -72,7 +72,7 @@ def measure_label(truth: Bools, scores: Floats, predicted: Bools) -> dict[str, f
     if not positives:
         return dict.fromkeys(MEASURES, float("nan"))
     hits = int((truth & predicted).sum())
-    _, right, wrong = count_above(truth, scores)
+    _, right, wrong = count_at_or_above(truth, scores)
     gained = np.diff(right, prepend=0)
     area = (np.diff(wrong, prepend=0) * (2 * right - gained)).sum() / (2 * positives * max(1, negatives))
     specificity = int((~truth & ~predicted).sum()) / max(1, negatives)
@@ -89,7 +89,7 @@ def compute_label_curves(name: str, truth: Bools, scores: Floats) -> tuple[Curve
 
     The label must have positives and negatives. ``name`` is part of the charts' names, unless empty.
     """
-    _, right, wrong = count_above(truth, scores)
+    _, right, wrong = count_at_or_above(truth, scores)
     recall, alarms, precision = right / right[-1], wrong / wrong[-1], right / (right + wrong)
     # At equal steps of the sum, which rises from 0 to 2 along the ROC curve.
     places = np.unique(np.searchsorted(recall + alarms, np.linspace(0, 2, CURVE_POINTS)).clip(max=len(right) - 1))

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_map
 
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.objectives.binary_labels import BinaryLabels
-from flyte_ddp.core.objectives.requirements import require_losses, require_weights
-from flyte_ddp.core.objectives.table_columns import TableColumns, number_columns
+from flyte_ddp.core.objectives.requirements import check_loss_shape, check_loss_weights
+from flyte_ddp.core.objectives.table_columns import TableColumns, make_number_columns
 from flyte_ddp.core.samples.leaves import Leaves
 from flyte_ddp.core.text.sections import Pictures, Section
 
@@ -67,7 +67,7 @@ class Objective:
         self.facts = facts
         self.saw_reduced_loss = False  # whether a loss was a single number for all samples
         self.class_weights = (
-            class_weights_of(facts) if "class_weights" in self.used_hyperparameters else None
+            parse_class_weights(facts) if "class_weights" in self.used_hyperparameters else None
         )  # [classes]
 
     @property
@@ -100,9 +100,7 @@ class Objective:
         return copied
 
     def with_fitted_threshold(self, validation: Columns) -> Self:  # noqa: ARG002
-        """Return the objective with a threshold fitted on the columns of the validation split.
-
-        By default returns this objective.
+        """Return a copy of the objective with a threshold fitted on the validation split. By default returns itself.
 
         Raises:
             UserError: The rule of the threshold cannot be fitted on this split.
@@ -129,16 +127,16 @@ class Objective:
         return None
 
     def class_weights_at(self, device: torch.device) -> Tensor:
-        """Return ``class_weights``, which must not be None, on a device.
+        """Move ``class_weights``, which must not be None, to a device, and return the weights.
 
-        The weights stay on this device from then on, because a copy makes the host wait.
+        The weights stay on the device, because each copy makes the host wait.
         """
         assert self.class_weights is not None
         self.class_weights = self.class_weights.to(device)
         return self.class_weights
 
     def losses(self, outputs: Any, targets: Any) -> Tensor:
-        """Return the loss of each sample, [n], or of each element of its target, in fp32 or more.
+        """Return the loss of each sample, [n], or of each element of the targets, in fp32 or more.
 
         A loss whose weight is 0 must still be finite. A single number counts as the mean of the samples.
         """
@@ -160,7 +158,7 @@ class Objective:
             UserError: The losses do not have the shape of the weights, or without weights [samples].
         """
         losses = self.losses(outputs, targets)
-        require_losses(losses, weights, samples)
+        check_loss_shape(losses, weights, samples)
         if losses.dim() == 0:
             self.saw_reduced_loss = True
             return losses * (samples if weights is None else weights.sum())
@@ -174,9 +172,9 @@ class Objective:
         return {}
 
     def split_batch(self, outputs: Any, targets: Leaves, samples: int) -> Iterator[tuple[Any, Leaves, int]]:
-        """Yield a batch in parts whose columns need little memory, each as outputs, targets and number of samples.
+        """Divide a batch into parts, so that :meth:`columns` needs less memory. By default yields the whole batch.
 
-        By default yields the batch whole.
+        Each part is outputs, targets and number of samples.
         """
         yield outputs, targets, samples
 
@@ -185,9 +183,9 @@ class Objective:
         return columns
 
     def measure(self, columns: Columns) -> dict[str, float]:  # noqa: ARG002
-        """Return the measures by name, from the columns of all samples. Called on rank 0 only.
+        """Compute the measures, such as the accuracy, from the columns of all samples. Called on rank 0 only.
 
-        Columns are fp64, [N] or [N, k]. If the samples do not define a measure, its value is NaN.
+        Columns are fp64, [N] or [N, k]. If the samples do not define a measure, the value is NaN.
         """
         return {}
 
@@ -196,9 +194,9 @@ class Objective:
         return None
 
     def binary_labels(self, columns: Columns) -> BinaryLabels | None:  # noqa: ARG002
-        """Return truths, probabilities and predictions of binary labels as :meth:`measure` counts them.
+        """Return truths, probabilities and predictions of binary labels, from which :meth:`measure` computes.
 
-        Returns None if the measures are not of binary labels.
+        Returns None if the objective has no binary labels.
         """
         return None
 
@@ -208,10 +206,13 @@ class Objective:
         Higher is better. The default is minus the sample's mean loss. If a class defines measures but no scores, the
         gate computes scores from the first measure.
         """
-        return -mean_losses(columns)
+        return -compute_mean_losses(columns)
 
     def hide_padding(self, outputs: Any, targets: Any) -> Any:  # noqa: ARG002
-        """Return the outputs for :meth:`answers`, without values that depend on the longest sample of the batch."""
+        """Return the outputs for :meth:`answers`, without values at padding of shorter samples.
+
+        By default returns the outputs unchanged.
+        """
         return outputs
 
     def answers(self, outputs: Any) -> TableColumns:
@@ -221,12 +222,12 @@ class Objective:
         outputs give no columns. The columns ``prediction``, or ``prediction_...``, and ``score``, a probability, are
         also shown below pictures.
         """
-        return number_columns("output", outputs)
+        return make_number_columns("output", outputs)
 
     def top_answers(self, outputs: Any, number: int) -> TableColumns:  # noqa: ARG002
-        """Return the answers with columns for the ``number`` likeliest classes only. The default returns all answers.
+        """Return the columns of :meth:`answers` for only the ``number`` likeliest classes. By default all columns.
 
-        Used if columns for all classes would be too many.
+        The library calls this method if columns for all classes would be too many.
         """
         return self.answers(outputs)
 
@@ -238,7 +239,7 @@ class Objective:
         numbers = isinstance(targets, Tensor) and targets.dim() == 1 and not targets.is_floating_point()
         if numbers and self.facts.classes:
             return {"truth": [self.facts.classes[target] for target in targets.tolist()]}
-        return number_columns("truth", targets)
+        return make_number_columns("truth", targets)
 
     def top_truths(self, targets: Any, number: int) -> TableColumns:  # noqa: ARG002
         """Return the truths that a table shows beside :meth:`top_answers`. The default returns all truths."""
@@ -261,22 +262,21 @@ class Objective:
 
         By default the pictures of the samples with the largest losses.
         """
-        return [Pictures("Largest losses", "The test samples with the largest loss.", largest_losses(columns))]
+        return [Pictures("Largest losses", "The test samples with the largest loss.", list_largest_losses(columns))]
 
 
-def mean_losses(columns: Columns) -> Tensor:
-    """Return the loss of each sample, [N]: the weighted mean over its target, or 0 without any weight."""
+def compute_mean_losses(columns: Columns) -> Tensor:
+    """Return the mean loss of each sample, [N], from the columns ``loss`` and ``weight``. 0 if a weight is 0."""
     weight = columns.get("weight")
     return columns["loss"] if weight is None else columns["loss"] / weight.clamp(min=1e-300)
 
 
-def largest_losses(columns: Columns, among: Tensor | None = None) -> list[int]:
-    """Return the positions of the samples with the largest losses, the largest first.
+def list_largest_losses(columns: Columns, among: Tensor | None = None) -> list[int]:
+    """Return the positions of up to 16 samples with the largest losses, the largest first.
 
-    Returns up to 16 samples that have weight. If the mask ``among`` [N] is given, only samples that it selects are
-    returned.
+    Samples with weight 0 are skipped, and samples where the mask ``among`` [N] is False.
     """
-    losses = mean_losses(columns)
+    losses = compute_mean_losses(columns)
     counts = columns["weight"] > 0 if "weight" in columns else torch.ones_like(losses, dtype=torch.bool)
     counts = counts if among is None else counts & among
     chosen: list[int] = torch.where(counts, losses, -torch.inf).topk(min(PICTURED, int(counts.sum()))).indices.tolist()
@@ -288,17 +288,17 @@ def overrides(objective: Objective, base: type[Objective], *methods: str) -> boo
     return any(getattr(type(objective), name) is not getattr(base, name) for name in methods)
 
 
-def convert_outputs(outputs: Any, dtype: torch.dtype) -> Any:
-    """Return a model's outputs with floating-point tensors in ``dtype``. Tensors of a wider type keep their type.
+def convert_float_tensors(outputs: Any, dtype: torch.dtype) -> Any:
+    """Return a model's outputs with floating-point tensors converted to ``dtype``. Wider types are kept.
 
     Tensors are found in nested containers and dataclasses, which are copied. Other values are unchanged.
     """
     if isinstance(outputs, Tensor) and outputs.dtype == dtype:  # the usual case, which needs no search for tensors
         return outputs
-    return map_floats(outputs, lambda values: values.to(torch.promote_types(values.dtype, dtype)))
+    return map_float_tensors(outputs, lambda values: values.to(torch.promote_types(values.dtype, dtype)))
 
 
-def map_floats(outputs: Any, function: Callable[[Tensor], Tensor]) -> Any:
+def map_float_tensors(outputs: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Return a copy of a model's outputs with ``function`` applied to each floating-point tensor, however nested."""
 
     def convert(value: Any) -> Any:
@@ -308,14 +308,14 @@ def map_floats(outputs: Any, function: Callable[[Tensor], Tensor]) -> Any:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             copied = copy.copy(value)
             for field in dataclasses.fields(value):
-                object.__setattr__(copied, field.name, map_floats(getattr(value, field.name), function))
+                object.__setattr__(copied, field.name, map_float_tensors(getattr(value, field.name), function))
             return copied
         return value
 
     return convert(outputs) if isinstance(outputs, Tensor) else tree_map(convert, outputs)
 
 
-def list_floats(outputs: Any) -> list[Tensor]:
+def list_float_tensors(outputs: Any) -> list[Tensor]:
     """Return the floating-point tensors of a model's outputs, in order, however nested."""
     found: list[Tensor] = []
 
@@ -323,32 +323,32 @@ def list_floats(outputs: Any) -> list[Tensor]:
         found.append(values)
         return values
 
-    map_floats(outputs, keep)
+    map_float_tensors(outputs, keep)
     return found
 
 
-def loss_columns(losses: Tensor, weights: Tensor | None, samples: int) -> dict[str, Tensor]:
-    """Return the column ``loss`` [samples] and, with weights, the column ``weight`` [samples].
+def make_loss_columns(losses: Tensor, weights: Tensor | None, samples: int) -> dict[str, Tensor]:
+    """Return the column ``loss`` [samples] and, if ``weights`` are given, the column ``weight`` [samples].
 
-    With weights, ``loss`` is the weighted sum of a sample's losses, and ``weight`` the sum of a sample's weights. A
-    single loss counts for each sample.
+    With weights, ``loss`` is the weighted sum of a sample's losses, and ``weight`` the sum of a sample's weights. If
+    ``losses`` is a single number, all samples get this loss.
 
     Raises:
         UserError: Losses or weights have no row for each of the ``samples``, or weights are negative or not finite.
     """
-    require_weights(weights, samples)
-    require_losses(losses, weights, samples)
+    check_loss_weights(weights, samples)
+    check_loss_shape(losses, weights, samples)
     if weights is None:
         return {"loss": losses.expand(samples)}
     columns = {"loss": losses * weights, "weight": weights}
     return {name: values.reshape(samples, -1).sum(1, dtype=torch.float64) for name, values in columns.items()}
 
 
-def class_weights_of(facts: Facts) -> Tensor | None:
-    """Return the hyperparameter ``class_weights`` as numbers fp32 [classes], or None if empty.
+def parse_class_weights(facts: Facts) -> Tensor | None:
+    """Return the class weights that the hyperparameter ``class_weights`` gives, fp32 [classes], or None if empty.
 
-    The value "balanced" is as in scikit-learn. The weight is the number of all samples, divided by the number of
-    classes and by the samples of the class.
+    "balanced" is as in scikit-learn: the number of all samples, divided by the number of classes and by the samples of
+    the class.
 
     Raises:
         UserError: The weights do not fit the classes, or there is one class, or "balanced" lacks the class counts.
@@ -376,7 +376,7 @@ def class_weights_of(facts: Facts) -> Tensor | None:
     return torch.tensor(weights)
 
 
-def mean_of_defined(values: list[float]) -> float:
+def compute_mean_without_nan(values: list[float]) -> float:
     """Return the mean of the values that are not NaN, or NaN if there are none."""
     defined = [value for value in values if not math.isnan(value)]
     return float(np.mean(defined)) if defined else float("nan")

@@ -11,10 +11,10 @@ from torch import Tensor
 from flyte_ddp.core.errors import UserError
 
 
-def require_losses(losses: Any, weights: Tensor | None, samples: int) -> None:
-    """Raise UserError unless losses are a tensor with a single number, or of the shape of the weights.
+def check_loss_shape(losses: Any, weights: Tensor | None, samples: int) -> None:
+    """Raise UserError unless losses are a single number, or have the shape of the weights.
 
-    Without weights (None), the shape must be [samples].
+    If ``weights`` is None, the shape must be [samples].
     """
     if not isinstance(losses, Tensor):
         raise UserError(f"the objective's losses are a {type(losses).__name__}: must be a tensor of losses")
@@ -27,8 +27,8 @@ def require_losses(losses: Any, weights: Tensor | None, samples: int) -> None:
         raise UserError(f"the objective's losses have shape {list(losses.shape)}: must be {rule}; {fix}")
 
 
-def require_weights(weights: Tensor | None, samples: int) -> None:
-    """Raise UserError unless weights are finite, at least 0, and have a row for each of the samples. Accepts None."""
+def check_loss_weights(weights: Tensor | None, samples: int) -> None:
+    """Raise UserError if a weight is negative or not finite, or if a sample has no row. None is accepted."""
     if weights is None:
         return
     if weights.shape[:1] != (samples,):
@@ -43,8 +43,8 @@ def require_weights(weights: Tensor | None, samples: int) -> None:
         )
 
 
-def require_targets(name: str, targets: NDArray[Any], dimensions: Sequence[int], kinds: str, rule: str) -> None:
-    """Raise UserError unless number of dimensions and type of the targets are allowed.
+def check_target_type(name: str, targets: NDArray[Any], dimensions: Sequence[int], kinds: str, rule: str) -> None:
+    """Raise UserError if the targets have another type or number of dimensions than allowed.
 
     Args:
         name: Name of the objective, for the error.
@@ -60,8 +60,8 @@ def require_targets(name: str, targets: NDArray[Any], dimensions: Sequence[int],
         )
 
 
-def require_values(name: str, targets: NDArray[Any], are_right: Callable[[NDArray[Any]], Any], rule: str) -> None:
-    """Raise UserError for the first wrong target. The error names its row.
+def check_target_values(name: str, targets: NDArray[Any], are_right: Callable[[NDArray[Any]], Any], rule: str) -> None:
+    """Raise UserError if a target has a value that is not allowed. The error names the row.
 
     Args:
         name: Name of the objective, for the error.
@@ -77,7 +77,7 @@ def require_values(name: str, targets: NDArray[Any], are_right: Callable[[NDArra
             raise UserError(f"objective={name!r}: the target{where} is {found}: must be {rule}")
 
 
-def require_outputs(model: str, outputs: object, expected: tuple[int, ...], axes: str, fix: str) -> None:
+def check_output_shape(model: str, outputs: object, expected: tuple[int, ...], axes: str, fix: str) -> None:
     """Raise UserError unless the outputs are a tensor of shape ``expected``.
 
     Args:

@@ -21,11 +21,8 @@ LONGEST = 100  # characters of a text
 TableColumns = dict[str, Sequence[Any]]  # texts or numbers of n samples, by the name of the column
 
 
-def name_columns(prefix: str, names: Iterable[str]) -> list[str]:
-    """Return a unique column name, ``<prefix>_<name>``, for each name.
-
-    If a column name repeats, "'" is appended until the name is unique.
-    """
+def make_unique_column_names(prefix: str, names: Iterable[str]) -> list[str]:
+    """Return a column name, ``<prefix>_<name>``, for each name. Repeated column names get a "'" at the end."""
     found = dict[str, None]()  # in order, and quick to search
     for name in names:
         column = f"{prefix}_{name}"
@@ -35,11 +32,11 @@ def name_columns(prefix: str, names: Iterable[str]) -> list[str]:
     return [*found]
 
 
-def number_columns(name: str, values: Any) -> TableColumns:
-    """Return the numbers of n samples as columns ``name``, or ``name_0``, ``name_1`` and so on.
+def make_number_columns(name: str, values: Any) -> TableColumns:
+    """Return the numbers of n samples as columns ``<name>``, or ``<name>_0``, ``<name>_1`` and so on.
 
-    Numbers of several tensors follow each other. Returns no columns ({}) if a sample has no numbers or more than 1,000,
-    or if the tensors have different lengths.
+    Numbers of several tensors follow each other. Returns no columns if a sample has no numbers or more than 1,000, or
+    if the tensors have different lengths.
     """
     tensors = [value for value in tree_leaves(values) if isinstance(value, Tensor) and value.dim()]
     if not tensors or len({len(tensor) for tensor in tensors}) > 1:
@@ -53,8 +50,8 @@ def number_columns(name: str, values: Any) -> TableColumns:
     return dict(zip(names, rows.T.tolist(), strict=True))
 
 
-def top_columns(prefix: str, value: str, names: Sequence[str], values: Tensor, ranks: Tensor) -> TableColumns:
-    """Return columns with the name and the value at each rank.
+def make_top_columns(prefix: str, value: str, names: Sequence[str], values: Tensor, ranks: Tensor) -> TableColumns:
+    """Return columns with the best classes of each sample, by rank: the class's name and value.
 
     The columns are ``<prefix>top_<rank>`` for names and ``<prefix><value>_top_<rank>`` for values.
 
@@ -73,7 +70,7 @@ def top_columns(prefix: str, value: str, names: Sequence[str], values: Tensor, r
 
 
 def list_inputs(inputs: Leaves, columns: Mapping[str, Sequence[str]], rows: Mapping[str, NDArray[Any]]) -> TableColumns:
-    """Return up to 6 named columns of the inputs of n samples.
+    """Return up to 6 inputs of n samples as columns of a table, by name.
 
     Args:
         inputs: Inputs of the samples. The keys of a dict name leaves [n].

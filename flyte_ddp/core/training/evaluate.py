@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.loading.split import Split
-from flyte_ddp.core.objectives.objective import Objective, convert_outputs, loss_columns
+from flyte_ddp.core.objectives.objective import Objective, convert_float_tensors, make_loss_columns
 from flyte_ddp.core.parallel.distributed import broadcast_object, gather_objects, hide_process_group, rank, world_size
 from flyte_ddp.core.runs.checkpoint import State
 from flyte_ddp.core.samples.leaves import Leaves
@@ -123,8 +123,8 @@ def compute_batch_columns(objective: Objective, outputs: Any, targets: Leaves, s
     Raises:
         UserError: A column, the losses or the weights have no row for each of the ``samples``.
     """
-    outputs, compared = (convert_outputs(values, torch.float64) for values in (outputs, targets))
-    columns = loss_columns(objective.losses(outputs, compared), objective.weights(targets), samples)
+    outputs, compared = (convert_float_tensors(values, torch.float64) for values in (outputs, targets))
+    columns = make_loss_columns(objective.losses(outputs, compared), objective.weights(targets), samples)
     for name, column in objective.columns(outputs, compared).items():
         if column.shape[:1] != (samples,):
             raise UserError(

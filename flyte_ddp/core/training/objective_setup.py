@@ -6,7 +6,7 @@ from flyte_ddp.core.errors import UserError, unknown_name_error
 from flyte_ddp.core.loading.split import TargetSpec
 from flyte_ddp.core.loading.training_data import TrainingData
 from flyte_ddp.core.objectives.objective import Facts, Objective
-from flyte_ddp.core.objectives.requirements import require_weights
+from flyte_ddp.core.objectives.requirements import check_loss_weights
 from flyte_ddp.core.order.sampling import Order
 from flyte_ddp.core.training.plan import TrainingPlan
 
@@ -57,7 +57,7 @@ def build_objective(plan: TrainingPlan, data: TrainingData, training: Order, tar
         objective.check_targets(np.zeros((1, *targets.shape), targets.dtype))
     if source.is_user_defined:  # tries the user's weights(); those of built-in objectives are tested
         for batch in data.iterate_stored_targets(loop.test_batch_size):
-            require_weights(objective.weights(batch), len(batch))
+            check_loss_weights(objective.weights(batch), len(batch))
     if select_by not in ("loss", *objective.measures):
         raise unknown_name_error("select_by", select_by, ["loss", *objective.measures])
     return objective

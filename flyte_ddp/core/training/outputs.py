@@ -17,7 +17,12 @@ from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.files import replace_file
 from flyte_ddp.core.models import saving
 from flyte_ddp.core.models.sidecar import CLASSIFICATION, Digests, Metrics, Sidecar
-from flyte_ddp.core.objectives.objective import Objective, convert_outputs, list_floats, mean_losses
+from flyte_ddp.core.objectives.objective import (
+    Objective,
+    compute_mean_losses,
+    convert_float_tensors,
+    list_float_tensors,
+)
 from flyte_ddp.core.objectives.table_columns import (
     MOST_COLUMNS,
     TableColumns,
@@ -252,7 +257,7 @@ def verify_saved_model(fresh: nn.Module, model_path: Path, sidecar: Sidecar, sta
 
 
 def flatten_outputs(outputs: Any) -> Tensor:
-    return torch.cat([values.flatten().cpu() for values in list_floats(outputs)] or [torch.zeros(1)])
+    return torch.cat([values.flatten().cpu() for values in list_float_tensors(outputs)] or [torch.zeros(1)])
 
 
 def list_report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from: Checkpoint | None) -> list[str]:
@@ -302,11 +307,11 @@ def compute_prediction_arrays(state: TrainingState, objective: Objective, test: 
         **{name: values[rows:] if name in OF_SHOWN else values for name, values in arrays.items()},
         "index": index,
         "value_columns": np.array(inputs, dtype=np.str_),
-        "loss": mean_losses(test.columns)[index].float().numpy(),
+        "loss": compute_mean_losses(test.columns)[index].float().numpy(),
         "table_rows": np.array(rows),
         "text_columns": np.array(texts, dtype=np.str_),
         "texts": np.array([columns[name][:rows] for name in texts], dtype=np.str_).reshape(len(texts), rows).T,
-        "number_columns": np.array(numbers, dtype=np.str_),
+        "make_number_columns": np.array(numbers, dtype=np.str_),
         "numbers": np.array([columns[name][:rows] for name in numbers], dtype=np.float32).reshape(len(numbers), rows).T,
         "sections": np.array(encode_sections(sections)),
     }
@@ -346,7 +351,9 @@ def predict_batches(state: TrainingState, objective: Objective, index: NDArray[n
             outputs = state.predict(inputs, targets, len(places))
         values = state.data.list_inputs(inputs, numbers)
         texts = [describe_inputs(values, row).values() for row in range(len(places))]
-        answers, arrays = collect_answers(objective, convert_outputs(outputs, torch.float32), targets, len(places))
+        answers, arrays = collect_answers(
+            objective, convert_float_tensors(outputs, torch.float32), targets, len(places)
+        )
         arrays["values"] = np.array([*map(list, texts)], dtype=np.str_).reshape(len(places), len(values))
         arrays["names"] = np.array(names, dtype=np.str_)
         if state.spec.pictures:

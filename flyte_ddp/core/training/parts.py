@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from flyte_ddp.core.machine.device_copy import copy_to_device
-from flyte_ddp.core.objectives.objective import convert_outputs
+from flyte_ddp.core.objectives.objective import convert_float_tensors
 from flyte_ddp.core.order import sampling
 from flyte_ddp.core.order.augmentation import choose_mixup_partners, draw_mixup_shares
 from flyte_ddp.core.parallel.distributed import rank, sum_over_ranks, world_size
@@ -95,7 +95,9 @@ def load_slice(state: TrainingState, part: RankSlice) -> LoadedSlice:
     """
     loads = [state.training.load_batch(samples, state.epoch) for samples in part.list_loads()]
     inputs = [batch.inputs for batch in loads]
-    targets = [(convert_outputs(batch.targets, state.dtype), state.objective.weights(batch.targets)) for batch in loads]
+    targets = [
+        (convert_float_tensors(batch.targets, state.dtype), state.objective.weights(batch.targets)) for batch in loads
+    ]
     if part.partners is None:
         return LoadedSlice(len(part.samples), inputs, [], targets)
     drawn = draw_mixup_shares(part.samples, state.plan.loop.mixup, state.plan.loop.seed, part.step)

@@ -18,7 +18,7 @@ from flyte_ddp.core.launch.supervise.rank import Rank
 from flyte_ddp.core.loading.split import Split
 from flyte_ddp.core.machine.resources import bf16_support
 from flyte_ddp.core.models.inputs import translate_input_errors
-from flyte_ddp.core.objectives.objective import convert_outputs
+from flyte_ddp.core.objectives.objective import convert_float_tensors
 from flyte_ddp.core.order import sampling
 from flyte_ddp.core.parallel.batch_norm import compute_mean_running_statistics, preserve_running_statistics
 from flyte_ddp.core.parallel.distributed import explain_out_of_memory, gather_objects, world_size
@@ -164,7 +164,7 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums
             outputs = compute_outputs(state, state.sync, inputs, micro_batch.targets[0][0], part)
             with state.loss_exchange.enable_across_ranks(has_samples=part.has_samples):
                 # Autocast or a user's model may return bf16, which is too coarse for a loss.
-                precise = convert_outputs(outputs, torch.float32)
+                precise = convert_float_tensors(outputs, torch.float32)
                 sums = [state.objective.loss_sum(precise, *pair, micro_batch.samples) for pair in micro_batch.targets]
                 loss = reduce(torch.add, sums)
             if not part.has_samples:

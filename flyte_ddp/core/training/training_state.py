@@ -77,7 +77,7 @@ class TrainingState:
         self.user_sources = UserSources(plan.user_code, data.user_code)  # before user code runs, as in the digest
         self._open_splits()
         self.objective = build_objective(plan, data, self.training.order, self.splits.targets)
-        self._set_splits(self.splits.check_by(self.objective.check_targets))
+        self._set_splits(self.splits.with_target_check(self.objective.check_targets))
         self.loss_exchange = RankExchange(describe_comparison_obstacle(loop.accumulation_steps, loop.mixup))
         # The order matters from here on. The model must have its final type, device and layers before anything refers
         # to its parameters. Then the strategy copies rank 0's weights to all ranks. Then the optimiser, the average and

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.loading.split import Split
-from flyte_ddp.core.objectives.objective import Objective, convert_outputs
+from flyte_ddp.core.objectives.objective import Objective, convert_float_tensors
 from flyte_ddp.core.order.random_state import keep_random_state
 from flyte_ddp.core.order.sampling import Indices
 from flyte_ddp.core.parallel.distributed import hide_process_group, rank
@@ -115,7 +115,7 @@ def check_losses_not_broadcast(objective: Objective, outputs: Any, targets: Leav
     samples = len(targets)
     if samples < 3 or {tuple(outputs.shape), tuple(targets.shape)} != {(samples,), (samples, 1)}:
         return
-    outputs, targets = (convert_outputs(each, torch.float64) for each in (outputs, targets))
+    outputs, targets = (convert_float_tensors(each, torch.float64) for each in (outputs, targets))
     compute: Callable[[Tensor, Tensor], Any] = objective.losses
     try:
         compute(outputs[:2], targets[:3])

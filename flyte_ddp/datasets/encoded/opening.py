@@ -12,7 +12,7 @@ from flyte_ddp.core.loading.loader_threads import ImagePool, LoaderThreads
 from flyte_ddp.core.loading.split import Split, Splits
 from flyte_ddp.core.loading.user_functions import Augmentation, UserFunction
 from flyte_ddp.core.loading.worker_sources import WorkerImages
-from flyte_ddp.core.loading.workers import POSSIBLE, make_pool
+from flyte_ddp.core.loading.workers import POSSIBLE, start_loader_pool
 from flyte_ddp.core.machine.resources import count_cores
 from flyte_ddp.core.models.inputs import InputSpec, ModelInput
 from flyte_ddp.core.models.sidecar import EVALUATION_SHARE
@@ -39,7 +39,7 @@ def sample_options(data: EncodedSet, hp: Hyperparameters) -> dict[str, Any]:
         "evaluation_crop_fraction": weights.crop_share if weights else EVALUATION_SHARE,
         "seed": hp.seed,
         "classes": len(data.classes) or hp.num_classes,
-        "decode": UserFunction.find("sample", hp.sample),
+        "decode": UserFunction.import_if_named("sample", hp.sample),
     }
 
 
@@ -62,7 +62,7 @@ def open_encoded_splits(
     # The reader keeps two shards open for each shuffle stream, because all may change shards in the same step.
     ranks = 1 if hp.mixup else world_size()  # a sample's partner may be any other sample of the global batch
     streams = count_streams_per_rank(hp.shuffle_shards, ranks, min(hp.accumulation_steps, hp.batch_size))
-    options, augmentation = sample_options(data, hp), Augmentation.of(hp.augment, hp.seed)
+    options, augmentation = sample_options(data, hp), Augmentation.from_setting(hp.augment, hp.seed)
     bad, members = BadSamples(hp.bad_samples), options["decode"] is not None
     in_train = [order for split, order in orders.items() if split != "test" or data.test is None]
     reader = data.open_reader(data.train, settings, streams, members=members)
@@ -130,5 +130,5 @@ def start_pool(loaders: Sequence[EncodedSamples], number: int, device: torch.dev
     """
     own = any(loader.decode or loader.augmentation.function for loader in loaders)
     if own or (POSSIBLE and device.type == "cuda"):  # threads would keep the rank from starting the GPU's work
-        return make_pool(loaders, number)
+        return start_loader_pool(loaders, number)
     return LoaderThreads(number)

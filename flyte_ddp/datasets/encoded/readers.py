@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from flyte_ddp import storage
-from flyte_ddp.core.loading.loader_threads import limit_threads
+from flyte_ddp.core.loading.loader_threads import limit_to_one_thread
 from flyte_ddp.core.loading.split import FileFetcher
 from flyte_ddp.core.lookahead import map_in_threads
 from flyte_ddp.core.order.sampling import Indices
@@ -88,7 +88,7 @@ class ShardImages(ImageReader):
             np.unique(np.searchsorted(self.reader.index.ends, samples, side="right")).tolist()
         )
 
-    def begin(self, samples: Indices) -> None:
+    def begin_fetching(self, samples: Indices) -> None:
         shards = np.unique(np.searchsorted(self.reader.index.ends, samples, side="right"))
         self.reader.prefetch_in_threads(shards[self.reader.index.remote[shards]].tolist())
 
@@ -149,10 +149,10 @@ def map_samples(
     def start_reads() -> Iterator[tuple[int, Callable[[], Encoded]]]:
         for place, sample in enumerate(samples.tolist()):
             if place % ahead == 0 and reader.prefetcher is not None:
-                reader.prefetcher.begin(samples[place : place + 2 * ahead])
+                reader.prefetcher.begin_fetching(samples[place : place + 2 * ahead])
             yield sample, reader.start_read(sample)
 
     with map_in_threads(
-        lambda item: use(item[0], item[1]()), start_reads(), threads, ahead=ahead - 1, initializer=limit_threads
+        lambda item: use(item[0], item[1]()), start_reads(), threads, ahead=ahead - 1, initializer=limit_to_one_thread
     ) as results:
         yield from results

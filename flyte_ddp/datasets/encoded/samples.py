@@ -100,7 +100,7 @@ class EncodedSamples(SampleLoader):
         _, target = self.fit_to_square(image, target, None, where)
         return derive_target_spec(self.decode, target, self.classes, where)
 
-    def make_loads(self, samples: Sequence[int], epoch: int | None) -> list[Callable[[], Sample]]:
+    def make_load_functions(self, samples: Sequence[int], epoch: int | None) -> list[Callable[[], Sample]]:
         """Start reading the samples. Return a function for each sample that decodes and crops the image.
 
         If ``epoch`` is the number of an epoch of training, the function also augments the sample.

@@ -262,7 +262,7 @@ def open_training_stream(
     shards = np.flatnonzero(training.available)  # without empty shards: a worker needs samples
     ours = replace(data.train, shards=[data.train.shards[number] for number in shards[rank() :: world_size()]])
     reader = ShardReader(ours, ShardCache(settings.cache_folder, settings.cache_bytes), most_open=1)
-    augmentation, bad = Augmentation.of(hp.augment, hp.seed), BadSamples(hp.bad_samples)
+    augmentation, bad = Augmentation.from_setting(hp.augment, hp.seed), BadSamples(hp.bad_samples)
     loader = EncodedSamples(ShardImages(reader), [], bad, **sample_options(data, hp), augmentation=augmentation)
     samples = max(1, len(training) // hp.batch_size) * hp.batch_size
     stream = RankStream(reader, loader, rank(), settings.loaders, hp.shuffle_buffer)
