@@ -40,7 +40,7 @@ from flyte_ddp.pods import environment, outcomes
 from flyte_ddp.pods.profiles import ENGINES
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.sweep.space import Sweep
-from tasks.yaml_files import load_strictly, unreadable_reason
+from tasks.yaml_files import describe_read_error, load_strictly
 
 if TYPE_CHECKING:
     from flytekit.clis.sdk_in_container.run import RunLevelParams
@@ -63,7 +63,7 @@ def set_up_command(context: click.Context) -> None:
     context.with_resource(show_errors_in_panels(context))
     remove_temporary_folders_at_exit()
     if command == "run":
-        for option, word in list_options():
+        for option, word in list_argument_pairs():
             refuse_misread_input(option, word)
     if command == "run" and "--help" in sys.argv:
         context.call_on_close(partial(print_fields, context))
@@ -77,13 +77,13 @@ def set_up_command(context: click.Context) -> None:
         from flytekit.clients.grpc_utils.deadline_interceptor import scoped_grpc_deadline
 
         context.with_resource(scoped_grpc_deadline(CALL_SECONDS))
-        change_remote_run(context.obj)
+        adapt_remote_run(context.obj)
 
 
 def exclude_virtual_environment() -> None:
-    """Make flytekit skip .venv when packing sources.
+    """Make flytekit skip .venv when packing sources, because checking each file there takes seconds.
 
-    Checking every file there against the ignore rules would take seconds.
+    Changes a global variable of flytekit.
     """
     script_mode.EXCLUDE_DIRS.add(".venv")
 
@@ -102,21 +102,21 @@ def print_fields(context: click.Context) -> None:
             click.echo(text.getvalue())
 
 
-def change_remote_run(parameters: RunLevelParams) -> None:
-    """Make ``pyflyte run --remote`` send all sources, and add a digest of the settings to the version.
+def adapt_remote_run(parameters: RunLevelParams) -> None:
+    """Change the ``parameters`` of ``pyflyte run --remote``: send all sources, and add the settings to the version.
 
     Also passes --overwrite-cache to pods as an environment variable.
     """
     if parameters.copy == CopyFileDetection.LOADED_MODULES:  # only the modules imported so far
         parameters.copy = CopyFileDetection.ALL
     remote = parameters.remote_instance()  # register_script derives the version from sources alone
-    remote.register_script = partial(remote.register_script, envs=environment.settings_digest())
+    remote.register_script = partial(remote.register_script, envs=environment.make_settings_digest_variable())
     if parameters.overwrite_cache:  # Flyte does not pass this flag to pods
         parameters.envvars = {**(parameters.envvars or {}), environment.FROM_SCRATCH_VARIABLE: "yes"}
 
 
 def remove_temporary_folders_at_exit() -> None:
-    """Delete flytekit's temporary folders when this process exits. The folders hold no outputs."""
+    """Register that flytekit's temporary folders are deleted at the exit of this process. They hold no outputs."""
     sandbox = Path(FlyteContextManager.current_context().file_access.local_sandbox_dir).parent
     for folder in {Path(flyte_tmp_dir), Path(Config.local_sandbox_path), sandbox}:
         if folder.parent == Path(tempfile.gettempdir()) and folder.name.startswith("flyte"):
@@ -142,8 +142,8 @@ def show_errors_in_panels(context: click.Context) -> Iterator[None]:
         names = context.command.list_commands(context)  # type: ignore[attr-defined]
         raise UserError(f"{error}; choose one of {', '.join(names)}") from None
     except Exception as error:
-        refusal = unfit_path_error(error) or input_file_error(error)
-        refusal = refusal or cluster_call_error(error, context.find_root().params.get("config") or "")
+        refusal = find_path_error(error) or find_input_file_error(error)
+        refusal = refusal or find_cluster_error(error, context.find_root().params.get("config") or "")
         if refusal is not None:
             raise refusal from None
         raise
@@ -158,14 +158,14 @@ def describe_missing_engine(name: str) -> str:
     return f"{plugin} is not installed: {install_hint(name)}"
 
 
-def unfit_path_error(error: Exception) -> UserError | None:
-    """Return the error for an option whose path flytekit cannot accept, or None for any other cause."""
+def find_path_error(error: Exception) -> UserError | None:
+    """Return a UserError if an option with a missing path has caused ``error``, or None for any other cause."""
     found = re.match(r"Failed argument '(\w+)'", str(error)) if isinstance(error, TypeTransformerFailedError) else None
-    words = [word for option, word in list_options() if found and option == f"--{found[1]}"]
+    words = [word for option, word in list_argument_pairs() if found and option == f"--{found[1]}"]
     return UserError(f"--{found[1]} {words[0]!r}: no such file or folder; see --help") if found and words else None
 
 
-def list_options() -> Iterator[tuple[str, str]]:
+def list_argument_pairs() -> Iterator[tuple[str, str]]:
     """Yield all pairs of neighbouring words of ``sys.argv``, where ``--option=value`` counts as two words."""
     split = (word.split("=", 1) if word.startswith("--") else [word] for word in sys.argv)
     return pairwise(chain.from_iterable(split))
@@ -191,27 +191,27 @@ def refuse_misread_input(option: str, word: str) -> None:
             refuse_misread_input(f"--{name}", str(value))
 
 
-def input_file_error(error: Exception) -> UserError | None:
-    """Return the error for a file of FILE_OPTIONS that cannot be parsed, or None.
+def find_input_file_error(error: Exception) -> UserError | None:
+    """Return a UserError if a file of FILE_OPTIONS that cannot be parsed has caused ``error``, or None.
 
     Reads each file once more, because user code may raise the same exception.
     """
     if not isinstance(error, (OSError, UnicodeDecodeError, yaml.YAMLError)):
         return None
-    for option, word in list_options():
+    for option, word in list_argument_pairs():
         if option in FILE_OPTIONS and not word.lstrip().startswith(("{", "[", "'")):
             try:
                 yaml.safe_load(Path(word).read_text(encoding="utf-8"))
             except (OSError, UnicodeDecodeError, yaml.YAMLError) as reason:
-                return UserError(f"{option} {word}: {unreadable_reason(reason)}; give a JSON or YAML file")
+                return UserError(f"{option} {word}: {describe_read_error(reason)}; give a JSON or YAML file")
     return None
 
 
-def cluster_call_error(error: BaseException | None, config: str) -> UserError | None:
-    """Return the error for a failed call to a Flyte cluster, by the call's status code.
+def find_cluster_error(error: BaseException | None, config: str) -> UserError | None:
+    """Return a UserError if a failed call to a Flyte cluster has caused ``error``, or None.
 
-    ``config`` is the path of Flyte's configuration file (empty: the usual places). Returns None if no failed gRPC call
-    caused ``error``.
+    If the cluster does not answer, the UserError is an UnreachableError. ``config`` is the path of Flyte's
+    configuration file (empty: the usual places).
     """
     from flytekit.configuration import PlatformConfig
     from grpc import RpcError, StatusCode

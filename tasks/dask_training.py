@@ -7,22 +7,22 @@ from flytekit.core.resources import ResourceSpec
 from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.pods.profiles import ENGINES, chosen_profile, read_node_range
-from flytekitplugins.ddp.dask import RUNNER, dask_cluster
+from flyte_ddp.pods.profiles import ENGINES, read_node_range, read_profile
+from flytekitplugins.ddp.dask import RUNNER, make_dask_cluster
 from flytekitplugins.ddp.resources import requests_and_limits
-from flytekitplugins.ddp.run import engine_launcher
+from flytekitplugins.ddp.run import make_engine_launcher
 from tasks import pods
 from tasks.flyte import flyte_task
-from tasks.training import TrainingOutputs, train_in_run_folder, training_outputs
+from tasks.training import TrainingOutputs, make_training_outputs, train_in_run_folder
 
-PROFILE = chosen_profile()
+PROFILE = read_profile()
 RANKS_EACH = ENGINES["dask"].ranks_per_node(PROFILE)
 WORKERS = read_node_range()[1] * RANKS_EACH
 
 
 @flyte_task(
-    task_config=dask_cluster(WORKERS, ResourceSpec(**requests_and_limits(PROFILE)), RANKS_EACH),
-    **pods.launching_pod(RUNNER),
+    task_config=make_dask_cluster(WORKERS, ResourceSpec(**requests_and_limits(PROFILE)), RANKS_EACH),
+    **pods.launching_pod_options(RUNNER),
     cache=pods.training_cache(),
     shared_memory=PROFILE.shared_memory,  # of the workers: the plugin creates all pods from one template
 )
@@ -32,4 +32,4 @@ def train_on_dask(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -
     The inputs are outputs of check_inputs. The outputs are those of train_model. A local run uses
     DASK_SCHEDULER_ADDRESS, if set.
     """
-    return training_outputs(train_in_run_folder(hp, data, run_version, engine_launcher("dask", WORKERS)))
+    return make_training_outputs(train_in_run_folder(hp, data, run_version, make_engine_launcher("dask", WORKERS)))

@@ -9,11 +9,11 @@ from flytekitplugins.kfpytorch.task import Elastic
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.settings import read_settings
-from flyte_ddp.pods.profiles import ENGINES, chosen_profile, read_node_range
-from flytekitplugins.ddp.elastic import ReplacedPodsTask, elastic_options
+from flyte_ddp.pods.profiles import ENGINES, read_node_range, read_profile
+from flytekitplugins.ddp.elastic import ReplacedPodsTask, make_elastic_options
 from tasks import pods
 from tasks.flyte import flyte_task
-from tasks.training import TrainingOutputs, train_in_run_folder, training_outputs
+from tasks.training import TrainingOutputs, make_training_outputs, train_in_run_folder
 
 
 class ElasticTraining(Elastic):  # type: ignore[misc]
@@ -25,9 +25,9 @@ TaskPlugins.register_pythontask_plugin(ElasticTraining, ReplacedPodsTask)
 
 @flyte_task(
     task_config=ElasticTraining(
-        **elastic_options(*read_node_range(), ENGINES["elastic"].ranks_per_node(chosen_profile()))
+        **make_elastic_options(*read_node_range(), ENGINES["elastic"].ranks_per_node(read_profile()))
     ),
-    **pods.training_pod(),
+    **pods.training_pod_options(),
     cache=pods.training_cache(),
 )
 def train_on_elastic(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
@@ -37,7 +37,7 @@ def train_on_elastic(hp: Hyperparameters, data: FlyteDirectory, run_version: str
     ranks of all pods, and the other pods return nothing.
     """
     with train_on_elastic.open_launcher(partial(offer_data_to_ranks, hp, data)) as launch:
-        return training_outputs(train_in_run_folder(hp, data, run_version, launch))
+        return make_training_outputs(train_in_run_folder(hp, data, run_version, launch))
 
 
 def offer_data_to_ranks(hp: Hyperparameters, data: FlyteDirectory) -> None:

@@ -26,7 +26,7 @@ class LoadedRun(NamedTuple):
     sidecar: FlyteFile
 
 
-@flyte_task(**pods.storing_pod())
+@flyte_task(**pods.storing_pod_options())
 def load_finished_run(run: str, data: FlyteDirectory) -> LoadedRun:
     """Return the model of a finished run in place of training. Rejects data that the run was not trained on."""
     finished = FinishedRun.read(run)

@@ -69,7 +69,7 @@ class FormTransformer(KnownTransformer):
         return LiteralType(
             simple=SimpleType.STRUCT,
             # pyflyte's --help would print the whole schema. print_fields() prints columns instead.
-            metadata={} if "--help" in sys.argv else schema | form_metadata(values),
+            metadata={} if "--help" in sys.argv else schema | make_form_schema(values),
             structure=TypeStructure("", {name: TypeEngine.to_literal_type(kind) for name, kind in types.items()}),
             annotation=TypeAnnotation({CACHE_KEY_METADATA: {SERIALIZATION_FORMAT: MESSAGEPACK}}),
         )
@@ -88,12 +88,12 @@ def prefill_form(parameter: Parameter, values: CheckedFields) -> Parameter:
     form.
     """
     found = LiteralType.from_flyte_idl(parameter.var.type.to_flyte_idl())  # the type may be shared
-    found.metadata = {**(found.metadata or {}), **form_metadata(values)}
+    found.metadata = {**(found.metadata or {}), **make_form_schema(values)}
     return Parameter(Variable(found, parameter.var.description), default=parameter.default)
 
 
-def form_metadata(values: CheckedFields) -> JsonObject:
-    """Return a dataclass type's metadata: a JSON schema (draft 7) for the console, with ``values`` as defaults.
+def make_form_schema(values: CheckedFields) -> JsonObject:
+    """Return a JSON schema (draft 7) of a dataclass for the console's form, with ``values`` as defaults.
 
     Flyte stores the schema as a protobuf Struct, which preserves the order of lists but not of objects. Therefore each
     field is a separate schema in a list. Without a title, the console would turn the list into an object.

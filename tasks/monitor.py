@@ -20,7 +20,7 @@ from flyte_ddp.monitor.records import read_windows, record_window
 from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.monitor.window import Window
 from flyte_ddp.pods import paths
-from flyte_ddp.pods.platforms import NO_SCHEDULE, author_name, is_in_pod
+from flyte_ddp.pods.platforms import NO_SCHEDULE, describe_author, is_in_pod
 from flyte_ddp.release.promotion import require_champion
 from tasks import pods
 from tasks.flyte import flyte_task, output_folder
@@ -37,7 +37,7 @@ class Monitored(NamedTuple):
     files: FlyteDirectory
 
 
-@flyte_task(**pods.prediction_pod())
+@flyte_task(**pods.prediction_pod_options())
 def watch_champion(model_name: str, window: WindowSource, kickoff_time: datetime) -> Monitored:
     """Predict a window with the champion, compare it with the held-out samples, and record the findings.
 
@@ -52,7 +52,7 @@ def watch_champion(model_name: str, window: WindowSource, kickoff_time: datetime
     entry = require_champion(registry)
     with paths.make_dated_folder("windows") as folder:
         predicted, watched = predict_window(
-            registry, entry, source, fetch_samples(source), settings=read_settings(), by=author_name()
+            registry, entry, source, fetch_samples(source), settings=read_settings(), by=describe_author()
         )
         found = record_window(registry, entry, predicted, idempotent=is_in_pod())
         course = read_windows(registry, entry)
@@ -82,7 +82,7 @@ def fetch_samples(source: WindowSource) -> Path:
         raise UserError(f"{address}: does not exist; check the address and its time placeholders") from None
 
 
-@flyte_task(**pods.registry_pod())
+@flyte_task(**pods.registry_pod_options())
 def raise_alarm(found: Window, window: WindowSource) -> None:
     """Fail if the window is an alarm, so that Flyte notifies people.
 

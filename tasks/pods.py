@@ -17,7 +17,7 @@ from flyte_ddp.core.settings import (
 )
 from flyte_ddp.core.user_code.digest import library_digest
 from flyte_ddp.pods import environment
-from flyte_ddp.pods.profiles import Size, chosen_profile, size_of_part
+from flyte_ddp.pods.profiles import Size, divide_size, read_profile
 from flytekitplugins.ddp.resources import TaskOptions, flytekit_resources
 
 if TYPE_CHECKING:
@@ -26,44 +26,48 @@ if TYPE_CHECKING:
 WITH_DECK: TaskOptions = {"enable_deck": True, "deck_fields": ()}  # without the pages that flytekit would add
 
 
-def registry_pod(disk: str = "") -> TaskOptions:
+def registry_pod_options(disk: str = "") -> TaskOptions:
     """Return the options of a task that checks inputs or uses the registry.
 
     If ``disk`` is empty, the profile's disk size applies.
     """
-    limits = chosen_profile().light
+    limits = read_profile().light
     limits = replace(limits, ephemeral_storage=disk or limits.ephemeral_storage)
     requests = replace(limits, cpu="500m", memory="1Gi")
-    return pod_options(limits, environment.registered_settings(REGISTRY_PODS), requests=requests, hours=1)
+    return pod_options(limits, environment.list_registered_settings(REGISTRY_PODS), requests=requests, hours=1)
 
 
-def storing_pod() -> TaskOptions:
-    return registry_pod(disk=chosen_profile().data.ephemeral_storage)
+def storing_pod_options() -> TaskOptions:
+    return registry_pod_options(disk=read_profile().data.ephemeral_storage)
 
 
-def data_pod() -> TaskOptions:
-    return pod_options(chosen_profile().data)
+def data_pod_options() -> TaskOptions:
+    return pod_options(read_profile().data)
 
 
-def prediction_pod() -> TaskOptions:
+def prediction_pod_options() -> TaskOptions:
     """Return the options of a task that applies a model.
 
     If the profile has GPUs, the pod gets one GPU and the matching share of CPUs and memory. Otherwise the pod gets the
     size of the profile.
     """
-    profile = chosen_profile()
-    variables = environment.cache_limit_variable() | environment.registered_settings(REGISTRY_PODS)
+    profile = read_profile()
+    variables = environment.make_cache_limit_variable() | environment.list_registered_settings(REGISTRY_PODS)
     variables[REQUESTED_GPUS] = str(min(1, profile.gpus))
-    options = pod_options(size_of_part(profile, max(1, profile.gpus)), variables, template=profile.pod_template)
-    return {**options, "accelerator": gpu_type(), **WITH_DECK}
+    options = pod_options(divide_size(profile, max(1, profile.gpus)), variables, template=profile.pod_template)
+    return {**options, "accelerator": make_gpu_accelerator(), **WITH_DECK}
 
 
-def training_pod() -> TaskOptions:
-    profile = chosen_profile()
-    return {**launching_pod(profile), "accelerator": gpu_type(), "shared_memory": profile.shared_memory}
+def training_pod_options() -> TaskOptions:
+    profile = read_profile()
+    return {
+        **launching_pod_options(profile),
+        "accelerator": make_gpu_accelerator(),
+        "shared_memory": profile.shared_memory,
+    }
 
 
-def launching_pod(size: Size) -> TaskOptions:
+def launching_pod_options(size: Size) -> TaskOptions:
     """Return the options of a training task whose pod has this size.
 
     The pod launches the ranks in place or in other pods.
@@ -71,9 +75,9 @@ def launching_pod(size: Size) -> TaskOptions:
     Raises:
         UserError: A variable of the registration is wrong, such as FLYTE_DDP_PROFILE or FLYTE_DDP_RETRIES.
     """
-    profile, secret = chosen_profile(), environment.wandb_secret_id()
+    profile, secret = read_profile(), environment.read_wandb_secret_id()
     return {
-        **pod_options(size, environment.training_environment(), template=profile.pod_template),
+        **pod_options(size, environment.make_training_environment(), template=profile.pod_template),
         "secret_requests": [Secret(*secret, mount_requirement=Secret.MountType.ENV_VAR)] if secret else [],
         "interruptible": profile.interruptible,
         # Attempts without progress end earlier: CheckpointStore.refuse_futile_attempt.
@@ -104,14 +108,14 @@ def pod_options(
         "limits": flytekit_resources(size),
         "pod_template": RestrictedPod(),
         "pod_template_name": template or read_text_variable("FLYTE_DDP_POD_TEMPLATE") or None,
-        "environment": environment.pod_environment() | (variables or {}),
+        "environment": environment.make_pod_environment() | (variables or {}),
         "timeout": timedelta(hours=hours or read_number_variable("FLYTE_DDP_HOURS")),
         "retries": 2,
     }
 
 
-def gpu_type() -> Optional[GPUAccelerator]:
-    name = chosen_profile().gpu_type
+def make_gpu_accelerator() -> Optional[GPUAccelerator]:
+    name = read_profile().gpu_type
     return GPUAccelerator(name) if name else None
 
 

@@ -26,7 +26,7 @@ class Predictions(NamedTuple):
     masks: Optional[FlyteDirectory]
 
 
-@flyte_task(**pods.prediction_pod())
+@flyte_task(**pods.prediction_pod_options())
 def predict_images(
     model_state: Optional[PythonPickledFile] = None,
     sidecar: Optional[FlyteFile] = None,
@@ -49,7 +49,7 @@ def predict_images(
     resources.check_expected_gpus(resources.count_gpus())
     with paths.make_dated_folder("predictions") as folder, TemporaryDirectory() as fetched:
         if model_name and model_state is None and sidecar is None:
-            model = download_champion(Registry(paths.registry_address(), model_name), Path(fetched))
+            model = download_champion(Registry(paths.read_registry_address(), model_name), Path(fetched))
         elif not model_name and model_state is not None and sidecar is not None:
             model = Path(model_state.download()), Path(sidecar.download())
         else:

@@ -24,7 +24,7 @@ class CheckedInputs(NamedTuple):
     run_version: str
 
 
-@flyte_task(**pods.data_pod(), cache=pods.cache_by_content(ignored_inputs=("data_source",)))
+@flyte_task(**pods.data_pod_options(), cache=pods.cache_by_content(ignored_inputs=("data_source",)))
 def fetch_dataset(dataset: str, data_source: str, test_dataset: str, data_version: str) -> FlyteDirectory:
     """Download, verify and prepare a data set, once for each version of the content, and return the folder.
 
@@ -35,7 +35,7 @@ def fetch_dataset(dataset: str, data_source: str, test_dataset: str, data_versio
     return output_folder(find_or_fetch_data_set(dataset, data_source, test_dataset, data_version))
 
 
-@flyte_task(**pods.registry_pod(), execution_mode=PythonFunctionTask.ExecutionBehavior.DYNAMIC)
+@flyte_task(**pods.registry_pod_options(), execution_mode=PythonFunctionTask.ExecutionBehavior.DYNAMIC)
 def check_inputs(
     hp: Hyperparameters,
     kickoff_time: Optional[datetime] = None,
@@ -58,7 +58,7 @@ def check_inputs(
     if model_name is not None:
         from flyte_ddp.release.registry import Registry
 
-        Registry(paths.registry_address(), model_name)  # raises UserError for an invalid name
+        Registry(paths.read_registry_address(), model_name)  # raises UserError for an invalid name
     if run:
         from flyte_ddp.release.finished_run import FinishedRun
 

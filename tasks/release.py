@@ -14,7 +14,7 @@ from flyte_ddp.core.machine import resources
 from flyte_ddp.core.settings import read_settings
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.outcomes import print_outcome
-from flyte_ddp.pods.platforms import author_name, is_in_pod
+from flyte_ddp.pods.platforms import describe_author, is_in_pod
 from flyte_ddp.pods.run_inputs import find_or_fetch_data_set
 from flyte_ddp.release import promotion
 from flyte_ddp.release.policy import Policy
@@ -36,7 +36,7 @@ class Judged(NamedTuple):
     files: FlyteDirectory
 
 
-@flyte_task(**pods.prediction_pod())
+@flyte_task(**pods.prediction_pod_options())
 def judge_model(
     model_state: PythonPickledFile,
     sidecar: FlyteFile,
@@ -51,10 +51,10 @@ def judge_model(
     Promotes nothing. The registry counts the comparison. The verdict shows ``changes``, which are notes on the data.
     """
     model = Path(model_state.download()), Path(sidecar.download())
-    return judge_files(model, Path(data.download()), open_registry(model_name), policy, profile, changes)
+    return judge_model_files(model, Path(data.download()), open_registry(model_name), policy, profile, changes)
 
 
-@flyte_task(**pods.prediction_pod())
+@flyte_task(**pods.prediction_pod_options())
 def evaluate_version(
     model_name: str, version: str, dataset: str, data_source: str, test_dataset: str, policy: Policy
 ) -> Judged:
@@ -72,10 +72,10 @@ def evaluate_version(
         else:
             model = promotion.download_champion(registry, fetched)
         data = find_or_fetch_data_set(dataset, data_source, test_dataset, sample=own_decoding(model[1]))
-        return judge_files(model, data, registry, policy)
+        return judge_model_files(model, data, registry, policy)
 
 
-@flyte_task(**pods.storing_pod())
+@flyte_task(**pods.storing_pod_options())
 def carry_out_verdict(
     model_state: PythonPickledFile, sidecar: FlyteFile, verdict: Verdict, files: FlyteDirectory, model_name: str
 ) -> Released:
@@ -83,34 +83,34 @@ def carry_out_verdict(
 
     If another model was promoted since the judgement, the champion stays.
     """
-    registry, by = open_registry(model_name), author_name()
+    registry, by = open_registry(model_name), describe_author()
     model = Path(model_state.download()), Path(sidecar.download())
     beside = {path.name: path for path in sorted(Path(files.download()).iterdir())}
     version = promotion.store_version(registry, *model, verdict, beside)
     return announce_release(promotion.apply_verdict(registry, version, verdict, by=by))
 
 
-@flyte_task(**pods.storing_pod())
+@flyte_task(**pods.storing_pod_options())
 def promote_version(model_name: str, version: str, reason: str) -> Released:
     """Make a stored version the champion, at the request of a user. The log records the reason."""
     registry = open_registry(model_name)
-    entry = promotion.promote_version(registry, version, reason, by=author_name(), idempotent=is_in_pod())
+    entry = promotion.promote_version(registry, version, reason, by=describe_author(), idempotent=is_in_pod())
     return announce_champion(registry, entry)
 
 
-@flyte_task(**pods.storing_pod())
+@flyte_task(**pods.storing_pod_options())
 def roll_back_champion(model_name: str, reason: str) -> Released:
     """Make the previous champion the champion again. The log records the reason."""
     registry = open_registry(model_name)
-    entry = promotion.roll_back_champion(registry, reason, by=author_name(), idempotent=is_in_pod())
+    entry = promotion.roll_back_champion(registry, reason, by=describe_author(), idempotent=is_in_pod())
     return announce_champion(registry, entry)
 
 
 def open_registry(model_name: str) -> Registry:
-    return Registry(paths.registry_address(), model_name)
+    return Registry(paths.read_registry_address(), model_name)
 
 
-def judge_files(
+def judge_model_files(
     model: tuple[Path, Path],
     data: Path,
     registry: Registry,
@@ -120,8 +120,9 @@ def judge_files(
 ) -> Judged:
     """Compare a model with the champion on a prepared data set, and publish the verdict's page as a deck.
 
-    The verdict may promote only if the ``profile`` of the data is given. In this case the registry counts the
-    comparison. The folder then also gets exports, profile, reference, and digests that identify the samples.
+    Makes a new folder, and writes the page into the folder. Only with the ``profile`` of the data, the verdict may
+    promote, and the registry counts the comparison. The folder then also gets exports, profile, reference, and digests
+    that identify the samples.
 
     Args:
         model: The paths of model.pt and model.json.
@@ -161,6 +162,7 @@ def judge_files(
 
 
 def announce_champion(registry: Registry, entry: Entry) -> Released:
+    """Return the outcome of a new log entry, with the champion now, and print a summary in a local run."""
     now = registry.read_champion() or entry  # after a retry of this task another entry may be newer
     return announce_release(Released(entry.version, now.version, f"champion {entry.number}: {entry.reason}"))
 

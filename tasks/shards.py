@@ -19,7 +19,7 @@ class PackedShards(NamedTuple):
     dataset: str
 
 
-@flyte_task(**pods.data_pod())
+@flyte_task(**pods.data_pod_options())
 def pack_shards(
     source: str, split: str = "train", name: str = "train", samples_per_shard: int = 1000, seed: int = 0
 ) -> FlyteDirectory:
@@ -45,7 +45,7 @@ def pack_shards(
     return output_folder(folder)
 
 
-@flyte_task(**pods.data_pod())
+@flyte_task(**pods.data_pod_options())
 def verify_packed(packed: FlyteDirectory, name: str = "train") -> PackedShards:
     """Verify shards at their final address, and return the folder and the name of the data set.
 

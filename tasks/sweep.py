@@ -18,7 +18,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.runs.run_folder import UNFINISHED
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.platforms import is_in_pod
-from flyte_ddp.pods.retries import checkpoints_address, pod_run
+from flyte_ddp.pods.retries import read_checkpoints_address, sync_checkpoints_with_store
 from flyte_ddp.run import run_training_fraction
 from flyte_ddp.storage import join_address
 from flyte_ddp.sweep import halving
@@ -44,7 +44,7 @@ class Planned(NamedTuple):
     best: Hyperparameters
 
 
-@flyte_task(**pods.registry_pod())
+@flyte_task(**pods.registry_pod_options())
 def plan_rung(
     hp: Hyperparameters,
     sweep: Sweep,
@@ -59,7 +59,7 @@ def plan_rung(
     return Planned(following, done, hp if following else halving.pick_winner(done).hp)
 
 
-@flyte_task(**pods.training_pod())
+@flyte_task(**pods.training_pod_options())
 def run_rung(trial: TrialResult, data: FlyteDirectory) -> TrialResult:
     """Train a trial up to the end of a rung, from the newest checkpoint.
 
@@ -69,17 +69,17 @@ def run_rung(trial: TrialResult, data: FlyteDirectory) -> TrialResult:
     def train(folder: Path) -> None:
         """Train the trial in ``folder``, up to the end of the rung."""
         # A recorded result would make other executions ignore the checkpoints.
-        with pod_run(PLATFORM, folder, folder / UNFINISHED, defer=lambda _: None) as start_attempt:
+        with sync_checkpoints_with_store(PLATFORM, folder, folder / UNFINISHED, defer=lambda _: None) as start_attempt:
             prepared = Path(data.download())
             run_training_fraction(trial.hp, prepared, folder, trial.steps_divisor, start_attempt())
 
     results = str(paths.resolve_folder("sweeps"))
     if is_in_pod():
-        results = join_address(checkpoints_address(PLATFORM.output_address()), "sweeps")
+        results = join_address(read_checkpoints_address(PLATFORM.output_address()), "sweeps")
     return halving.run_rung(trial, results, train)
 
 
-@flyte_task(**pods.registry_pod(), execution_mode=PythonFunctionTask.ExecutionBehavior.DYNAMIC)
+@flyte_task(**pods.registry_pod_options(), execution_mode=PythonFunctionTask.ExecutionBehavior.DYNAMIC)
 def search(hp: Hyperparameters, sweep: Sweep, data: FlyteDirectory, data_version: str) -> Planned:
     """Check a sweep, and train the trials rung by rung, each in a separate pod."""
     check_sweep(sweep, hp)
@@ -93,7 +93,7 @@ def search(hp: Hyperparameters, sweep: Sweep, data: FlyteDirectory, data_version
     return planned
 
 
-@flyte_task(**pods.registry_pod(), **pods.WITH_DECK)
+@flyte_task(**pods.registry_pod_options(), **pods.WITH_DECK)
 def report_sweep(done: List[TrialResult], sweep: Sweep, sidecar: FlyteFile) -> FlyteFile:
     """Write a sweep's page, also as a deck, and the winner's hyperparameters as best.json."""
     from flyte_ddp.sweep.page import PAGES, write_sweep_page

@@ -29,7 +29,7 @@ class TrainingOutputs(NamedTuple):
     metrics: FlyteFile
 
 
-@flyte_task(**pods.training_pod(), cache=pods.training_cache())
+@flyte_task(**pods.training_pod_options(), cache=pods.training_cache())
 def train_model(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
     """Train a model with distributed data parallelism in a single pod, with a rank on each GPU, else on CPUs.
 
@@ -37,20 +37,20 @@ def train_model(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> 
     has the outputs, returns them without training. A pod resumes from the run's newest checkpoint, and publishes the
     report during training.
     """
-    return training_outputs(train_in_run_folder(hp, data, run_version))
+    return make_training_outputs(train_in_run_folder(hp, data, run_version))
 
 
 def train_in_run_folder(
     hp: Hyperparameters, data: FlyteDirectory, run_version: str, launch: "Launch | None" = None
 ) -> "Result":
-    """Download the data, train in the run's folder, and return the result.
+    """Download the data, train a model in the run's folder, and return the result.
 
     If a local run is finished, returns the result without training, unless retraining is requested. In a pod, publishes
     the report and uploads checkpoints during training. ``launch`` starts the ranks (None: in this pod or machine).
     """
     from flyte_ddp.core.runs.run_folder import UNFINISHED, is_finished
     from flyte_ddp.pods.live_page import publish_report_while_training
-    from flyte_ddp.pods.retries import pod_run
+    from flyte_ddp.pods.retries import sync_checkpoints_with_store
     from flyte_ddp.run import read_run_result, run_training
 
     folder = paths.resolve_folder(run_version)
@@ -60,14 +60,14 @@ def train_in_run_folder(
         return read_run_result(folder)
     with (
         publish_report_while_training(PLATFORM, folder),
-        pod_run(PLATFORM, folder, folder / UNFINISHED) as start_attempt,
+        sync_checkpoints_with_store(PLATFORM, folder, folder / UNFINISHED) as start_attempt,
     ):
         prepared = Path(data.download())
         return run_training(hp, prepared, folder, settings=start_attempt(), launch=launch)
 
 
-def training_outputs(result: "Result") -> TrainingOutputs:
-    """Return a result as a training task's outputs. A local run also prints the files and the main test measure."""
+def make_training_outputs(result: "Result") -> TrainingOutputs:
+    """Return a result as a training task's outputs. In a local run, also prints the files and the main measure."""
     files = {
         result.model: "the weights, a bare state_dict",
         result.sidecar: "what is needed to use the weights: classes, normalisation, metrics",

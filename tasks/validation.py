@@ -10,7 +10,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import UnreachableError, UserError, print_to_stderr
 from flyte_ddp.core.settings import read_settings
 from flyte_ddp.core.user_code.digest import package_digest
-from flyte_ddp.pods.paths import registry_address
+from flyte_ddp.pods.paths import read_registry_address
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.promotion import read_data_profile
 from flyte_ddp.release.registry import Registry
@@ -31,7 +31,7 @@ class Validated(NamedTuple):
     warnings: List[str]
 
 
-@flyte_task(**pods.data_pod(), cache=pods.cache_by_content(ignored_inputs=("data",), code=package_digest()))
+@flyte_task(**pods.data_pod_options(), cache=pods.cache_by_content(ignored_inputs=("data",), code=package_digest()))
 def profile_dataset(data: FlyteDirectory, data_version: str) -> DataProfile:
     """Read and decode all samples of a data set, and return the profile.
 
@@ -43,7 +43,7 @@ def profile_dataset(data: FlyteDirectory, data_version: str) -> DataProfile:
     return compute_profile(Path(data.download()), read_settings())
 
 
-@flyte_task(**pods.registry_pod(), **pods.WITH_DECK)
+@flyte_task(**pods.registry_pod_options(), **pods.WITH_DECK)
 def validate_dataset(
     data: FlyteDirectory, profile: DataProfile, hp: Hyperparameters, model_name: str, policy: Policy
 ) -> Validated:
@@ -57,7 +57,7 @@ def validate_dataset(
 
     check_profile(profile, hp, max_duplicates=policy.max_duplicates, max_conflicts=policy.max_conflicts)
     check_policy(policy, hp, profile, read_test_ids(data) if policy.slices else ())
-    registry = Registry(registry_address(), model_name)
+    registry = Registry(read_registry_address(), model_name)
     # A registry that cannot be written to, or whose log has a gap, must be rejected before training.
     registry.check_storage_never_overwrites()
     history = registry.read_log()

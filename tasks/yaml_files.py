@@ -66,7 +66,7 @@ def load_strictly(text: str) -> Any:
 
 
 def measure_node(node: Any, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """Return the number of parts and of levels of a node. An alias counts as a copy of its target.
+    """Return the number of parts and the number of levels of a node. An alias counts as a copy of its target.
 
     ``known`` caches the results by the ids of nodes.
 
@@ -92,8 +92,8 @@ def describe_place(mark: Any) -> str:
     return f"line {mark.line + 1}, column {mark.column + 1}"
 
 
-def unreadable_reason(error: Exception) -> str:
-    """Return a short reason why a file of YAML or JSON cannot be read or parsed."""
+def describe_read_error(error: Exception) -> str:
+    """Return why a file of YAML or JSON cannot be read or parsed, in a few words."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"is not valid YAML: {error.problem}, {describe_place(error.problem_mark)}"
     return getattr(error, "strerror", None) or f"is not text: {error}"

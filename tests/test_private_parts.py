@@ -196,12 +196,12 @@ def test_flytekits_downloads_go_through_ours(tmp_path: Path, kind: Any, form: in
 @pytest.mark.parametrize("nodes", [1, 2, "2:3"])
 def test_elastics_task_is_what_the_plugin_makes_of_it(nodes: int | str) -> None:
     kfpytorch = pytest.importorskip("flytekitplugins.kfpytorch.task")
-    from flytekitplugins.ddp.elastic import ReplacedPodsTask, elastic_options
+    from flytekitplugins.ddp.elastic import ReplacedPodsTask, make_elastic_options
 
     def function(x: int) -> int:
         return x
 
-    config = kfpytorch.Elastic(**elastic_options(2, 2, 1) | {"nnodes": nodes})
+    config = kfpytorch.Elastic(**make_elastic_options(2, 2, 1) | {"nnodes": nodes})
     plugins, ours = (vars(kind(config, function)) for kind in (kfpytorch.PytorchElasticFunctionTask, ReplacedPodsTask))
     assert plugins.keys() == ours.keys()
     for name, value in plugins.items():

@@ -22,7 +22,7 @@ from flyte_ddp.core.settings import (
 )
 from flyte_ddp.pods import environment
 from flyte_ddp.pods.profiles import PROFILES
-from flytekitplugins.ddp.elastic import elastic_options
+from flytekitplugins.ddp.elastic import make_elastic_options
 from tasks import pods
 
 VALUES = {"PROFILE": "local", "NODES": "3", "RETRIES": "7", "HOURS": "7.5"}
@@ -39,7 +39,13 @@ def test_the_table_has_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pods_are_given_what_the_table_says(variable: Variable, monkeypatch: pytest.MonkeyPatch) -> None:
     name, value = variable.name, VALUES.get(variable.name.removeprefix("FLYTE_DDP_"), "some value")
     monkeypatch.setenv(name, value)
-    made = (pods.training_pod(), pods.prediction_pod(), pods.storing_pod(), pods.registry_pod(), pods.data_pod())
+    made = (
+        pods.training_pod_options(),
+        pods.prediction_pod_options(),
+        pods.storing_pod_options(),
+        pods.registry_pod_options(),
+        pods.data_pod_options(),
+    )
     training, prediction, *registry, data = (options["environment"] for options in made)
     given = {
         HERE: (),
@@ -49,7 +55,7 @@ def test_pods_are_given_what_the_table_says(variable: Variable, monkeypatch: pyt
         REGISTRY_PODS: (prediction, *registry),
     }[variable.where]
     assert all(each[name] == value for each in given)
-    assert (name in environment.registered_settings()) is (variable.where != HERE)
+    assert (name in environment.list_registered_settings()) is (variable.where != HERE)
     if variable.where == HERE:  # two of these are secrets
         assert not any(value in each.values() for each in (training, prediction, *registry, data))
 
@@ -57,16 +63,16 @@ def test_pods_are_given_what_the_table_says(variable: Variable, monkeypatch: pyt
 def test_registration_decides_on_retries_and_time_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RETRIES": "7", "HOURS": "7.5", "MEET_SECONDS": "1800"}.items():
         monkeypatch.setenv(f"FLYTE_DDP_{name}", value)
-    made = pods.training_pod(), pods.data_pod(), pods.registry_pod()
+    made = pods.training_pod_options(), pods.data_pod_options(), pods.registry_pod_options()
     assert made[0]["retries"] == 7
     assert [each["timeout"].total_seconds() / 3600 for each in made] == [7.5, 7.5, 1]
-    assert set(elastic_options(1, 1, 1)["rdzv_configs"].values()) == {1800}
+    assert set(make_elastic_options(1, 1, 1)["rdzv_configs"].values()) == {1800}
 
 
 def test_a_pods_specification_has_no_password(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", "https://me:hidden@wandb.example.com")
     with pytest.raises(UserError, match=r"^WANDB_BASE_URL='https://\*\*\*@wandb.example.com': has a user name or a"):
-        environment.training_environment()
+        environment.make_training_environment()
 
 
 def registration(**variables: str) -> subprocess.CompletedProcess[str]:
@@ -108,7 +114,7 @@ def test_a_template_can_be_named_for_pods_that_have_none(monkeypatch: pytest.Mon
     monkeypatch.setenv("FLYTE_DDP_POD_TEMPLATE", "flyte-ddp-read-only")
     for profile, of_gpus in (("local", "flyte-ddp-read-only"), ("gpu", "flyte-ddp-gpu")):
         monkeypatch.setenv("FLYTE_DDP_PROFILE", profile)
-        made = (pods.registry_pod(), pods.data_pod(), pods.training_pod())
+        made = (pods.registry_pod_options(), pods.data_pod_options(), pods.training_pod_options())
         names = [options["pod_template_name"] for options in made]
         assert names == ["flyte-ddp-read-only", "flyte-ddp-read-only", of_gpus]
 
@@ -116,7 +122,7 @@ def test_a_template_can_be_named_for_pods_that_have_none(monkeypatch: pytest.Mon
 def test_a_profile_can_ask_for_a_type_of_gpu_and_for_nodes_that_are_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLYTE_DDP_PROFILE", "spot")
     monkeypatch.setitem(PROFILES, "spot", replace(PROFILES["gpu-a100"], interruptible=True))
-    training, prediction = pods.training_pod(), pods.prediction_pod()
+    training, prediction = pods.training_pod_options(), pods.prediction_pod_options()
     for each in (training, prediction):
         assert each["accelerator"].to_flyte_idl().device == accelerators.A100.to_flyte_idl().device
     assert (training["interruptible"], prediction.get("interruptible")) == (True, None)
@@ -124,7 +130,7 @@ def test_a_profile_can_ask_for_a_type_of_gpu_and_for_nodes_that_are_taken_away(m
 
 def test_a_version_knows_each_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLYTE_DDP_PROFILE", "local")
-    versions = {environment.settings_digest()["FLYTE_DDP_SETTINGS"]}
+    versions = {environment.make_settings_digest_variable()["FLYTE_DDP_SETTINGS"]}
     for name, value in {
         "FLYTE_DDP_PROFILE": "sandbox",
         "FLYTE_DDP_NODES": "2",
@@ -135,6 +141,6 @@ def test_a_version_knows_each_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     }.items():
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
-            found = environment.settings_digest()["FLYTE_DDP_SETTINGS"]
+            found = environment.make_settings_digest_variable()["FLYTE_DDP_SETTINGS"]
         assert (found in versions) is (name == "FLYTE_DDP_RUNS"), "a pod knows nothing of the runs folder here"
         versions.add(found)

@@ -9,7 +9,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import print_to_stderr
 from tasks.preparation import check_inputs
 from tasks.training import TrainingOutputs
-from workflows.schedules import make_launch_plans, read_schedules, reason_left_out
+from workflows.schedules import describe_why_skipped, make_launch_plans, read_schedules
 
 DESCRIPTION = """Train a model on {}. A run that was trained before is answered from the cache.
 
@@ -28,7 +28,7 @@ def make_training_workflow(engine: str, place: str) -> dict[str, Any]:
     help.
     """
     name, module = f"{engine}_training_wf", f"workflows.{engine}_training"
-    if reason := reason_left_out(name):
+    if reason := describe_why_skipped(name):
         plans = [schedule.name for schedule in read_schedules() if schedule.workflow == name]
         print_to_stderr(f"{' with '.join(filter(None, (name, ', '.join(plans))))} is skipped: {reason}")
         return {}

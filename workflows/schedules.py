@@ -34,7 +34,7 @@ from flyte_ddp.release.registry import check_model_name
 from flyte_ddp.sweep.space import Sweep, check_sweep
 from tasks.command_line import describe_missing_engine
 from tasks.input_form import prefill_form
-from tasks.yaml_files import load_strictly, unreadable_reason
+from tasks.yaml_files import describe_read_error, load_strictly
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "config/schedules.yaml"
@@ -83,13 +83,13 @@ class Schedule(CheckedFields, called="key"):
         if not NAME.fullmatch(self.name):
             raise UserError(f"name={self.name!r}: must have only letters, digits and '_', and begin with a letter")
         if self.cron:
-            refuse_bad_cron(self.cron)
+            check_cron(self.cron)
         for key in (*FORMS, "model_name"):
             if getattr(self, key) and key not in self.keys:
                 raise UserError(f"{key} is not an input of {self.workflow}; remove {key}")
         if "model_name" in self.keys:
             check_model_name(self.model_name)
-        self.inputs()
+        self.read_inputs()
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -97,26 +97,23 @@ class Schedule(CheckedFields, called="key"):
         return INPUTS.get(self.workflow, ("hyperparameters",))
 
     def describe(self) -> str:
-        """Return all values that are not defaults as JSON, including the content of files.
-
-        If the plan is skipped, returns the reason instead.
-        """
-        if reason := reason_left_out(self.workflow):
+        """Return the values that are not defaults as JSON with the content of files, or why the plan is skipped."""
+        if reason := describe_why_skipped(self.workflow):
             return f"is skipped: {reason}"
         values = json.loads(self.json())
         forms = {key: FORMS[key][1] for key in FORMS if key in values}
         return json.dumps(
-            values | {key: json.loads(read_fields(form, key, values[key]).json()) for key, form in forms.items()}
+            values | {key: json.loads(read_form(form, key, values[key]).json()) for key, form in forms.items()}
         )
 
-    def inputs(self) -> dict[str, Any]:
-        """Return the default inputs of the plan.
+    def read_inputs(self) -> dict[str, Any]:
+        """Return the default inputs of the plan, by the name of the workflow's input. Reads the files of the entry.
 
         Raises:
             UserError: An input is invalid, or a file cannot be read.
         """
         forms = [(key, *FORMS[key]) for key in self.keys if key in FORMS]
-        inputs: dict[str, Any] = {name: read_fields(form, key, getattr(self, key)) for key, name, form in forms}
+        inputs: dict[str, Any] = {name: read_form(form, key, getattr(self, key)) for key, name, form in forms}
         if "model_name" in self.keys:
             inputs["model_name"] = self.model_name
         if self.workflow == MONITORING:
@@ -139,7 +136,7 @@ def make_launch_plans(*workflows: PythonFunctionWorkflow, taken: Container[str])
     for schedule in read_schedules():
         if schedule.workflow not in by_name:
             continue
-        if reason := reason_left_out(schedule.workflow):
+        if reason := describe_why_skipped(schedule.workflow):
             if context is not None and context.find_root().invoked_subcommand in ("register", "package"):
                 print_to_stderr(f"{schedule.name} is skipped: {reason}")
             continue
@@ -149,8 +146,8 @@ def make_launch_plans(*workflows: PythonFunctionWorkflow, taken: Container[str])
     return plans
 
 
-def reason_left_out(workflow: str) -> str:
-    """Return why a workflow's launch plans cannot be registered here, or "" if they can."""
+def describe_why_skipped(workflow: str) -> str:
+    """Return why a workflow's launch plans cannot be registered here, or "" if nothing prevents this."""
     if workflow in (RELEASING, MONITORING) and not os.environ.get(REGISTRY_VARIABLE):
         return f"{REGISTRY_VARIABLE} is not set"
     engine = workflow.removesuffix("_training_wf")
@@ -165,7 +162,7 @@ def make_launch_plan(schedule: Schedule, workflow: PythonFunctionWorkflow) -> La
     Raises:
         UserError: An input is invalid, or a file cannot be read.
     """
-    given = schedule.inputs()
+    given = schedule.read_inputs()
     kickoff = KICKOFF_TIME if KICKOFF_TIME in workflow.python_interface.inputs else None
     recipients = [address.strip() for address in read_text_variable("FLYTE_DDP_NOTIFY").split(",") if address.strip()]
     phases = [WorkflowExecutionPhase.FAILED, WorkflowExecutionPhase.TIMED_OUT, WorkflowExecutionPhase.ABORTED]
@@ -210,8 +207,8 @@ def read_schedules(file: Path = FILE) -> list[Schedule]:
     return schedules
 
 
-def read_fields(kind: type[Fields], key: str, text: str) -> Fields:
-    """Return hyperparameters, policy, sweep or window of an entry, from JSON or from a file of the repository.
+def read_form(kind: type[Fields], key: str, text: str) -> Fields:
+    """Return the hyperparameters, policy, sweep or window of an entry, from JSON or from a file of the repository.
 
     Other files are rejected, because only files of the repository are part of a registration's version. ``key`` names
     the value in errors. An empty ``text`` gives the defaults.
@@ -240,14 +237,11 @@ def read_yaml(file: Path, label: str, fix: str) -> Any:
     except MisreadError as error:
         raise UserError(f"{label}: {error.message}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{label}: {unreadable_reason(error)}; {fix}") from None
+        raise UserError(f"{label}: {describe_read_error(error)}; {fix}") from None
 
 
-def refuse_bad_cron(text: str) -> None:
-    """Raise UserError for a cron expression that Flyte's scheduler rejects.
-
-    Also rejects dates that never occur, such as 30 February.
-    """
+def check_cron(text: str) -> None:
+    """Raise UserError for a cron expression that Flyte's scheduler rejects, or that never occurs, as 30 February."""
     # flytekit checks with croniter, which accepts a range that ends before it begins. Flyte's scheduler does not.
     place = {name: number for names in (DAYS, MONTHS) for number, name in enumerate(names)}
     ranges = re.findall(r"(\w+)-(\w+)", text.lower())

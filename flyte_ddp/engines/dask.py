@@ -64,7 +64,7 @@ def launch(work: Work, *, client: Any = None, retries: int = 0, awaited_hosts: i
         futures: list[Any] = []
         try:
             with open_rendezvous(work, get_ip(scheduler)) as rendezvous:
-                descriptions = describe_workers(cluster)
+                descriptions = list_workers(cluster)
                 workers = choose_workers(descriptions, num_ranks)
                 devices = choose_gpus(workers, run_on_workers(cluster, os.getenv, DEVICES, workers=workers))
                 files = pack_sources(*work.user_code)
@@ -79,7 +79,7 @@ def launch(work: Work, *, client: Any = None, retries: int = 0, awaited_hosts: i
                 # All at once. Otherwise two runs that start together might each wait for a worker of the other run.
                 with translate_cluster_errors(cluster):
                     futures = cluster.compute(tasks, optimize_graph=False)
-                rendezvous.run_ranks(lambda: raise_if_task_failed(futures, workers, describe_workers(cluster)))
+                rendezvous.run_ranks(lambda: raise_if_task_failed(futures, workers, list_workers(cluster)))
         finally:
             # Agents without a launcher end by themselves. Agents of lost workers have ended already.
             with suppress(Exception), cluster.as_current():  # the wait timed out, or the scheduler is gone
@@ -114,11 +114,11 @@ def find_world(request: Request, client: Any, seconds: float, awaited_hosts: int
         what = f"the Dask cluster has {awaited_hosts} workers"
         wanted = capacity.clamp_ranks(request.num_ranks, awaited_hosts, what, awaited_hosts, exact=True)
     try:
-        capacity.wait_for_hosts(lambda: len(describe_workers(client)), wanted, WORKERS, seconds)
+        capacity.wait_for_hosts(lambda: len(list_workers(client)), wanted, WORKERS, seconds)
     except UnreachableError:
-        if awaited_hosts or not describe_workers(client):
+        if awaited_hosts or not list_workers(client):
             raise
-    workers = describe_workers(client)
+    workers = list_workers(client)
     refuse_version_mismatch(client, workers)
     gpus = run_on_workers(client, resources.count_gpus)
     has_gpus = bool(gpus) and all(gpus.values())
@@ -136,9 +136,9 @@ def find_world(request: Request, client: Any, seconds: float, awaited_hosts: int
 
 
 def choose_workers(workers: Mapping[str, Any], num_ranks: int) -> list[str]:
-    """Return the addresses of ``num_ranks`` workers on few hosts, ordered by host.
+    """Return the addresses of ``num_ranks`` workers on as few hosts as possible, ordered by host.
 
-    ``workers`` has the workers' descriptions by address. If enough workers are idle, returns only idle workers.
+    If enough workers are idle, returns idle workers. ``workers`` has Dask's descriptions of the workers by address.
 
     Raises:
         UnreachableError: The cluster has too few workers.
@@ -183,23 +183,23 @@ def refuse_version_mismatch(client: Any, workers: Iterable[str]) -> None:
                 raise UserError(f"Dask worker {worker} {why}; use the same image everywhere")
 
 
-def describe_workers(client: Any) -> JsonObject:
-    """Return Dask's description of each worker by address, with the keys of its current tasks under "tasks"."""
+def list_workers(client: Any) -> JsonObject:
+    """Return Dask's descriptions of all workers by address, each with the keys of the worker's tasks as "tasks"."""
     with translate_cluster_errors(client):
         workers, tasks = client.sync(client.scheduler.identity, n_workers=-1)["workers"], client.processing()
     return {address: {**worker, "tasks": tasks.get(address, ())} for address, worker in workers.items()}
 
 
 def run_on_workers(client: Any, function: Callable[..., Any], *arguments: Any, workers: list[str] | None = None) -> Any:
-    """Return the function's results by worker address. Without ``workers`` calls it on all workers."""
+    """Call a function on ``workers`` (None: on all workers), and return the results by the worker's address."""
     with translate_cluster_errors(client):
         return client.run(wrap_by_value(function), *arguments, workers=workers)
 
 
 def wrap_by_value(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of this library for workers without the library or with another release.
+    """Return a function that calls ``function`` on workers without this library, or with another release.
 
-    The wrapper contains the code that the function calls.
+    The returned function contains the code of this library that the call needs.
     """
     import cloudpickle  # type: ignore[import-untyped]
 
@@ -237,8 +237,8 @@ def translate_cluster_errors(client: Any) -> Iterator[None]:
 def connected(client: Any = None, num_ranks: int = 0, seconds: float = REACH_SECONDS) -> Iterator[Any]:
     """Yield ``client``, or Dask's current client, or a new client for the block.
 
-    A new client connects to DASK_SCHEDULER_ADDRESS, or else to a new local cluster. The cluster has ``num_ranks``
-    workers (0: one for each GPU, or up to 4 on CPUs). The new client and cluster are closed after the block.
+    A new client connects to DASK_SCHEDULER_ADDRESS. If the variable is not set, starts a local cluster with
+    ``num_ranks`` workers (0: one for each GPU, or up to 4 on CPUs). Closes the new client and cluster after the block.
 
     Raises:
         UnreachableError: No scheduler answers at DASK_SCHEDULER_ADDRESS within ``seconds``.

@@ -50,9 +50,10 @@ NEVER_SECONDS = 1_000_000
 
 
 def find_world(request: Request, num_ranks: int, on_this_host: int) -> World:
-    """Return the World of Elastic's workers, of which ``on_this_host`` are on this host.
+    """Return the World for a rank in each of Elastic's workers: number of ranks, device and threads.
 
-    If the request has another number of ranks than Elastic has workers, prints that Elastic's number counts.
+    Elastic has started ``num_ranks`` workers, ``on_this_host`` of them on this host. If the request has another number
+    of ranks, prints that Elastic's number counts.
 
     Raises:
         UserError: ``backend`` is nccl, and this host has fewer GPUs than workers.
@@ -80,7 +81,7 @@ def launch(work: Work, *, retries: int = 0, node: Node | None = None) -> None:
         node: This host's agent of Elastic in a job with several hosts, which runs in a thread.
     """
     if RUN_ID in os.environ:
-        lead_workers(work)
+        supervise_torchrun_workers(work)
         return
     with catch_stop_signals() as stop, ExitStack() as at_end:
         if node is not None:
@@ -90,11 +91,11 @@ def launch(work: Work, *, retries: int = 0, node: Node | None = None) -> None:
         else:
             work = work.choose_world(resources.detect_world)
             node, hosts = at_end.enter_context(open_local_node(work.world.num_ranks, retries)), (LOOPBACK,)
-        with open_for_workers(work, hosts, node.secret, Replacement.ALL) as rendezvous:
+        with open_worker_rendezvous(work, hosts, node.secret, Replacement.ALL) as rendezvous:
             rendezvous.run_ranks(lambda: node.publish_in_new_round(rendezvous), stop)
 
 
-def open_for_workers(
+def open_worker_rendezvous(
     work: Work, hosts: tuple[str, ...], secret: bytes, replacement: Replacement
 ) -> AbstractContextManager[Rendezvous]:
     """Open a rendezvous at all addresses of this host, or only at the loopback if ``hosts`` is (LOOPBACK,)."""
@@ -103,7 +104,7 @@ def open_for_workers(
 
 
 def wait_for_first_round(node: Node, work: Work, stop: StopRequest) -> Round:
-    """Wait until all required hosts take part, and return Elastic's round.
+    """Wait until Elastic has gathered all required hosts, and return the round of Elastic's rendezvous.
 
     Raises:
         RendezvousTimeoutError: Too few hosts have come.
@@ -136,29 +137,33 @@ def is_leader() -> bool:
     return os.environ["RANK"] == "0"
 
 
-def lead_workers(work: Work) -> None:
-    """Supervise the ranks of all of Elastic's workers in this process, the worker with rank 0."""
+def supervise_torchrun_workers(work: Work) -> None:
+    """Start a rank in each of Elastic's workers, and supervise all ranks in this process, the worker with rank 0.
+
+    Waits until the ranks have ended. Raises the errors of all launchers (:mod:`flyte_ddp.core.launch`).
+    """
     from flyte_ddp.engines.elastic_node import find_ticket, publish_ticket
 
-    worker, on_this_host = place_of_worker(), int(os.environ["LOCAL_WORLD_SIZE"])
+    worker, on_this_host = read_worker_place(), int(os.environ["LOCAL_WORLD_SIZE"])
     work = work.choose_world(lambda request: find_world(request, worker.world_size, on_this_host))
     hosts = (LOOPBACK,) if worker.world_size == on_this_host else host_addresses()
     store = connect_to_store(work.settings.timeout)
     with (
         ExitStack() as at_end,
-        open_for_workers(work, hosts, shared_secret(), Replacement.NONE) as rendezvous,
+        open_worker_rendezvous(work, hosts, read_shared_secret(), Replacement.NONE) as rendezvous,
     ):
         publish_ticket(store, rendezvous)
-        ticket = find_ticket(store, worker, shared_secret(), LOOPBACK)
+        ticket = find_ticket(store, worker, read_shared_secret(), LOOPBACK)
         assert ticket is not None
         at_end.enter_context(start_agent(ticket.to_stdin()))
         rendezvous.run_ranks(lambda: None)
 
 
 def follow() -> None:
-    """Wait for rank 0's worker, and run a rank of its work under this worker of Elastic.
+    """Wait for the launcher in rank 0's worker, and run a rank for the launcher under this worker of Elastic.
 
-    If the run has failed, raises the run's error. At the end kills the processes that were started meanwhile.
+    Waits until the run is over. If the run has failed, raises the run's error. At the end kills the processes that were
+    started during the call.
 
     Raises:
         UnreachableError: Rank 0's worker cannot be reached within an hour.
@@ -166,18 +171,18 @@ def follow() -> None:
     """
     from flyte_ddp.engines.elastic_node import find_ticket
 
-    store, place = connect_to_store(RANK_0_SECONDS), place_of_worker()
+    store, place = connect_to_store(RANK_0_SECONDS), read_worker_place()
     deadline = time.monotonic() + RANK_0_SECONDS
     while time.monotonic() < deadline:
         # All workers reach MASTER_ADDR, where the store is.
-        if (ticket := find_ticket(store, place, shared_secret(), os.environ["MASTER_ADDR"])) is not None:
+        if (ticket := find_ticket(store, place, read_shared_secret(), os.environ["MASTER_ADDR"])) is not None:
             with open_local_folder(ticket) as folder:
                 try:
                     pipe = connect_to_launcher(ticket, folder)
                 except (OSError, EOFError, AuthenticationError):
                     pass  # an old ticket stays in the store after a restart, until rank 0 sets a new ticket
                 else:
-                    serve_launcher(ticket.info, pipe, folder)
+                    serve_as_agent(ticket.info, pipe, folder)
                     return
         time.sleep(POLL_SECONDS)
     raise UnreachableError(
@@ -186,8 +191,8 @@ def follow() -> None:
     )
 
 
-def serve_launcher(info: RankInfo, pipe: Connection, folder: Path) -> None:
-    """Be the agent of a rank until the run is over, and raise the run's error.
+def serve_as_agent(info: RankInfo, pipe: Connection, folder: Path) -> None:
+    """Start a rank, and connect rank and launcher until the run is over. If the run has failed, raise the run's error.
 
     Raises:
         RankError: Rank 0's worker is lost.
@@ -210,9 +215,9 @@ def connect_to_store(seconds: float) -> Any:
     return next(iter(connect("env://", timeout=timedelta(seconds=seconds))))[0]
 
 
-def place_of_worker() -> RankInfo:
+def read_worker_place() -> RankInfo:
     return RankInfo(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
 
 
-def shared_secret() -> bytes:
+def read_shared_secret() -> bytes:
     return (os.environ.get(KEY_VARIABLE) or os.environ[RUN_ID]).encode()  # Elastic's open store shows the run id, too

@@ -32,9 +32,10 @@ SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torch's variable
 
 
 def publish_ticket(store: Store, rendezvous: Rendezvous, first_rank: int = 0) -> None:
-    """Put a ticket without a key into Elastic's open store.
+    """Put a ticket, which tells agents how to reach the launcher, into Elastic's store.
 
-    ``first_rank`` is Elastic's number of the worker that becomes rank 0.
+    The store is open to the network, so the ticket has no key. ``first_rank`` is Elastic's number of the worker that
+    becomes rank 0.
     """
     work, place = rendezvous.work, (rendezvous.hosts, rendezvous.port, rendezvous.visibility_file)
     ticket = *place, str(work.output_folder), work.function, work.world.device_type, first_rank
@@ -110,12 +111,14 @@ class Node(SimpleElasticAgent):
         self.error: BaseException | None = None  # by which Elastic's agent has ended
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Record the round. The agents start later, in ``_monitor_workers``."""
         assert worker_group.store is not None
         places = [RankInfo(each.global_rank, each.world_size, each.local_rank) for each in worker_group.workers]
         self.round = Round(worker_group.store, places)
         return {place.local_rank: place.rank for place in places}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Start this host's agents when the ticket is published, and return whether the agents run, failed or ended."""
         if self.round is not None and not self.agents and not self.over:
             tickets = [find_ticket(self.round.store, worker, self.secret) for worker in self.round.workers]
             self.agents = [start_agent(ticket.to_stdin()) for ticket in tickets if ticket is not None]
@@ -173,9 +176,9 @@ class Node(SimpleElasticAgent):
         return self.round
 
     def publish_in_new_round(self, rendezvous: Rendezvous) -> None:
-        """If a new round of Elastic has begun, make ``rendezvous`` gather its agents, and publish the ticket.
+        """If Elastic has begun a new round, make ``rendezvous`` accept the round's agents, and publish the ticket.
 
-        Raises what :meth:`find_round` raises.
+        Raises the errors of :meth:`find_round`.
         """
         if (found := self.find_round()) is not self.published:
             rendezvous.start_round(found.num_ranks if found else rendezvous.work.world.num_ranks)
@@ -186,10 +189,10 @@ class Node(SimpleElasticAgent):
 
 @contextmanager
 def prepare_elastic() -> Iterator[None]:
-    """Silence Elastic's logs in the block, and let Elastic open no store but the rendezvous's.
+    """Silence Elastic's logs during the block, and keep Elastic from opening an additional store.
 
-    The logs only repeat the error that the launcher raises. Without the additional store, which torch opens to the
-    whole network, each round publishes an address.
+    Sets an environment variable during the block. The logs only repeat the error that the launcher raises. Torch would
+    open the additional store to the whole network.
     """
     names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]
     levels = {name: logging.getLogger(name).level for name in names}

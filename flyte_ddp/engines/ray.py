@@ -82,10 +82,11 @@ def raise_if_task_failed(tasks: Sequence[Any]) -> None:
 
 
 def find_world(request: Request, awaited_hosts: int = 0, seconds: float = 0.0) -> World:
-    """Return the Ray cluster's World for a request. Call this function in a block of :func:`connected`.
+    """Return the World for ranks on the Ray cluster: number of ranks, device and threads.
 
-    Each rank gets one GPU, or each rank gets the same number of CPUs. Waits up to ``seconds`` for ``awaited_hosts``
-    nodes. If the cluster has room for fewer ranks, prints the number.
+    Call this function in a block of :func:`connected`. Each rank gets one GPU, or each rank gets the same number of
+    CPUs. Waits up to ``seconds`` for ``awaited_hosts`` nodes. If the cluster has room for fewer ranks, prints the
+    number.
 
     Raises:
         UnreachableError: The nodes have not joined within ``seconds``.
@@ -104,7 +105,7 @@ def find_world(request: Request, awaited_hosts: int = 0, seconds: float = 0.0) -
         return World(num_ranks, device, threads)
     total, most = sum(cpus), min(sum(min(cpu, MOST_CPU_RANKS) for cpu in cpus), request.most)
     num_ranks = capacity.clamp_ranks(wanted, total, f"the Ray cluster has {total} CPUs", most, exact=exact)
-    return World(num_ranks, device, cpus_per_rank(cpus, num_ranks))
+    return World(num_ranks, device, compute_cpus_per_rank(cpus, num_ranks))
 
 
 def list_rank_nodes() -> list[JsonObject]:
@@ -117,7 +118,7 @@ def list_rank_nodes() -> list[JsonObject]:
     return [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
 
 
-def cpus_per_rank(cpus: Sequence[int], num_ranks: int) -> int:
+def compute_cpus_per_rank(cpus: Sequence[int], num_ranks: int) -> int:
     """Return the largest number of CPUs that each of ``num_ranks`` ranks can have.
 
     ``cpus`` has each host's number of CPUs, in all at least ``num_ranks``.
@@ -127,10 +128,10 @@ def cpus_per_rank(cpus: Sequence[int], num_ranks: int) -> int:
 
 @contextmanager
 def connected() -> Iterator[None]:
-    """Connect to Ray for the block, unless already connected.
+    """Connect to Ray for the block, unless this process is already connected.
 
-    Connects to ``RAY_ADDRESS``, else to this machine's cluster, else to a new cluster for the block. The process keeps
-    its handler of SIGTERM.
+    Connects to ``RAY_ADDRESS``, else to this machine's cluster. If neither exists, starts a cluster for the block. The
+    process keeps its handler of SIGTERM.
 
     Raises:
         UnreachableError: No cluster answers.

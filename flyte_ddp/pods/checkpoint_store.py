@@ -108,19 +108,20 @@ class CheckpointStore:
             raise UnreachableError(f"checkpoints in {address}: {error}; the next attempt will try again") from error
 
     def list_files_newest_first(self) -> list[RunFile]:
-        """Return a run's files, highest step first, or [] without files.
+        """Return the run's files in the blob store, highest step first.
 
-        Skips other executions that have a result, or all other executions if ``from_scratch`` is set.
+        Skips the files of other executions that have a result. If ``from_scratch`` is set, skips the files of all other
+        executions.
         """
         files = list_run_files(self.folder)
         ignored = {file.execution for file in files if file.kind == DONE or self.from_scratch} - {self.execution}
         files = [file for file in files if file.execution not in ignored]
         return sorted(files, key=lambda file: (file.step, file.epoch, file.time), reverse=True)
 
-    def find_saved_runs(self, prefix: str) -> dict[str, int]:
-        """Return the newest saved step of each other run whose name starts with ``prefix``, by name.
+    def list_saved_runs(self, prefix: str) -> dict[str, int]:
+        """Return the newest saved step of each other run whose name starts with ``prefix``, by the run's name.
 
-        The step is 0 for a run without a checkpoint. If listing fails, returns the runs found so far.
+        The step is 0 for a run without a checkpoint. If the blob store fails, returns the runs that were found before.
         """
         steps = {}
         with suppress(UnavailableError):
@@ -192,11 +193,14 @@ class CheckpointStore:
         return replace(found, path=path)
 
     def refuse_futile_attempt(self, files: list[RunFile], step: int) -> None:
-        """Raise UserError if earlier attempts of this execution began at ``step`` or later, and made no progress.
+        """Raise UserError if too many earlier attempts of this execution made no progress beyond ``step``.
 
-        Rejects after two attempts that failed, or five that left no note of how they ended. Attempts that were stopped
-        on request, or launched no ranks, do not count. ``files`` are the run's files in the blob store, newest first.
-        ``step`` is the newest checkpoint's step. Downloads the reason of the last failure.
+        The limit is two attempts that failed, or five attempts that left no note on how they ended. Attempts that were
+        stopped on request, or launched no ranks, do not count. Downloads the reason of the last failure.
+
+        Args:
+            files: The run's files in the blob store, newest first.
+            step: The newest checkpoint's step.
         """
         attempts: dict[int, dict[str, RunFile]] = defaultdict(dict)
         # An attempt whose pods were replaced has several starts. The last in the list has the lowest step, and counts.
@@ -231,9 +235,9 @@ class CheckpointStore:
         self.retry_on_outage(self.folder, lambda _: self.write_note(STARTED, step))
 
     def upload_checkpoint(self, path: Path) -> None:
-        """Upload a checkpoint in a single try, and keep only the 2 newest checkpoints of this execution.
+        """Upload a checkpoint in a single try, and delete all but the 2 newest checkpoints of this execution.
 
-        A failure to delete older checkpoints is ignored.
+        A failure to delete checkpoints is ignored.
 
         Raises:
             FileNotFoundError: ``path`` does not exist.
@@ -247,10 +251,10 @@ class CheckpointStore:
         self.delete_older_checkpoints(KEPT_CHECKPOINTS)
 
     def record_attempt_end(self, error: BaseException | None) -> None:
-        """Write a note of how this attempt ended.
+        """Write a note on how this attempt ended: with a result if ``error`` is None, else by the error.
 
-        If ``error`` is None, the attempt has a result, and only one checkpoint is kept. For a RankLostError no note is
-        written, so the attempt counts as lost.
+        After a result, deletes all checkpoints of this execution but the newest. Writes no note for a RankLostError, so
+        the attempt counts as lost.
         """
         if error is None:
             self.write_note(DONE)
@@ -269,6 +273,7 @@ class CheckpointStore:
         return RunFile(f"{self.folder}/{self.execution}", kind, self.attempt, step, epoch, seconds).address
 
     def delete_older_checkpoints(self, kept: int) -> None:
+        """Delete all checkpoints of this execution but the ``kept`` newest. Ignores errors of the blob store."""
         with suppress(UnavailableError):
             files = self.list_files_newest_first()
             mine = [file for file in files if (file.execution, file.kind) == (self.execution, SAVED)]

@@ -36,9 +36,10 @@ def has_launcher() -> bool:
 def join_job(
     run_id: str, nodes: tuple[int, int], num_workers: int, retries: int, rules: Mapping[str, Any]
 ) -> Iterator["Node"]:
-    """Yield this pod's agent of Elastic. If Elastic's store is lost or this pod must end, end this process.
+    """Connect this pod to the other pods of a PyTorchJob, and yield this pod's agent of torch Elastic.
 
-    The operator then starts a replacement of the pod, which is not an attempt of the platform.
+    If Elastic's store is lost, or this pod gets SIGTERM, ends this process at once. Kubeflow's operator then starts a
+    replacement of the pod, which does not count as an attempt of Flyte.
 
     Args:
         run_id: The name of the job.
@@ -75,19 +76,20 @@ def join_job(
 def run_ranks_until_end(node: "Node") -> None:
     """Run this pod's ranks until the job is over. The launcher is in another pod.
 
-    Afterwards, this process sleeps at its exit for up to 600 s, because the launcher's pod may still upload outputs.
+    Afterwards, makes this process sleep at its exit for up to 600 s. During this time the launcher's pod may still
+    upload outputs.
     """
     atexit.register(sleep_until_deleted)
     node.run()
 
 
 def exit_for_replacement(reason: str, code: int) -> NoReturn:
-    """Print a reason to stderr and end this process at once. The operator then replaces this pod."""
+    """Print a reason to stderr, and end this process at once with the exit ``code``. The operator replaces this pod."""
     print_to_stderr(f"{reason}; the operator starts a replacement")
     os._exit(code)  # without an error, the platform continues this attempt of the task
 
 
 def sleep_until_deleted() -> None:
-    """Sleep for 600 s while the launcher's pod uploads. SIGTERM ends this process with code 0."""
+    """Sleep for 600 s, while the launcher's pod uploads. During the sleep, SIGTERM ends this process with code 0."""
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     time.sleep(UPLOAD_SECONDS)

@@ -21,7 +21,7 @@ from flyte_ddp.core.settings import (
 )
 from flyte_ddp.core.text.credentials import refuse_credentials
 from flyte_ddp.core.user_code.digest import package_digest
-from flyte_ddp.pods.profiles import NODES_VARIABLE, PROFILE_VARIABLE, chosen_profile, parse_quantity
+from flyte_ddp.pods.profiles import NODES_VARIABLE, PROFILE_VARIABLE, parse_quantity, read_profile
 
 CODE_VARIABLE = "FLYTE_DDP_CODE"
 CACHE_VARIABLE = "FLYTE_DDP_CACHE_BYTES"
@@ -33,7 +33,7 @@ REGISTRY_VARIABLE = "FLYTE_DDP_REGISTRY"
 REPORT_SECONDS = 5  # part of a pod's grace period, for the report to the platform
 
 
-def pod_environment() -> dict[str, str]:
+def make_pod_environment() -> dict[str, str]:
     """Return the environment variables of every pod: code, profile, nodes and registered settings.
 
     Raises:
@@ -42,41 +42,41 @@ def pod_environment() -> dict[str, str]:
     return {
         CODE_VARIABLE: package_digest(),
         PROFILE_VARIABLE: read_text_variable(PROFILE_VARIABLE),
-        REQUESTED_GPUS: str(chosen_profile().gpus),
+        REQUESTED_GPUS: str(read_profile().gpus),
         NODES_VARIABLE: read_text_variable(NODES_VARIABLE),
         MODULES: ".",
-        **registered_settings(ALL_PODS),
+        **list_registered_settings(ALL_PODS),
     }
 
 
-def training_environment() -> dict[str, str]:
-    """Return the environment variables of a training pod, in addition to the variables of every pod.
+def make_training_environment() -> dict[str, str]:
+    """Return the environment variables that a training pod has in addition to the variables of every pod.
 
     Settings in this process's environment override computed values.
     """
-    grace = chosen_profile().grace_seconds
+    grace = read_profile().grace_seconds
     return {
-        **cache_limit_variable(),
+        **make_cache_limit_variable(),
         "FLYTE_DDP_SAVE_SECONDS": str(grace // 2),  # the rest is for ending the ranks, and uploading the checkpoint
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(grace - REPORT_SECONDS),
-        SECRET_VARIABLE: "/".join(wandb_secret_id() or ("off",)),
-        **registered_settings(TRAINING_PODS),
+        SECRET_VARIABLE: "/".join(read_wandb_secret_id() or ("off",)),
+        **list_registered_settings(TRAINING_PODS),
     }
 
 
-def cache_limit_variable() -> dict[str, str]:
-    """Return the variable that limits a pod's cache of shards.
+def make_cache_limit_variable() -> dict[str, str]:
+    """Return FLYTE_DDP_CACHE_BYTES, the limit of a pod's cache of shards, by name.
 
-    The limit is this process's FLYTE_DDP_CACHE_BYTES, or half of the pod's disk.
+    The value comes from this process's environment, or is half of the pod's disk.
     """
-    disk = int(parse_quantity(chosen_profile().ephemeral_storage))
+    disk = int(parse_quantity(read_profile().ephemeral_storage))
     return {CACHE_VARIABLE: os.environ.get(CACHE_VARIABLE) or str(disk // 2)}
 
 
-def registered_settings(kind: str = "") -> dict[str, str]:
-    """Return the settings of this environment for pods of ``kind``, such as ALL_PODS.
+def list_registered_settings(kind: str = "") -> dict[str, str]:
+    """Return the variables of this environment that a registration copies to pods of ``kind``, such as ALL_PODS.
 
-    If ``kind`` is "", returns the settings for any kind of pod.
+    If ``kind`` is "", returns the variables for all kinds of pods.
 
     Raises:
         UserError: A setting contains credentials.
@@ -92,7 +92,10 @@ def registered_settings(kind: str = "") -> dict[str, str]:
 
 
 def list_unsent_settings() -> list[str]:
-    """Return the names of settings in this environment that are not sent to pods: secrets, and local folders."""
+    """Return the names of settings in this environment that a registration does not send to pods.
+
+    Examples are secrets and local folders.
+    """
     local = [name for name, variable in read_variable_table().items() if variable.where == HERE]
     if "://" not in os.environ.get(RESULTS_VARIABLE, ""):
         local.append(RESULTS_VARIABLE)
@@ -100,7 +103,7 @@ def list_unsent_settings() -> list[str]:
 
 
 def check_settings_for_pods() -> None:
-    """Print which settings are not sent to pods.
+    """Check the settings of a registration, and print to stderr which settings are not sent to pods.
 
     Raises:
         UserError: A FLYTE_DDP_ variable is not in variables.toml, or FLYTE_DDP_MODULES is invalid.
@@ -114,17 +117,17 @@ def check_settings_for_pods() -> None:
         print_to_stderr(f"{name} is not sent to pods: see docs/configuration.md")
 
 
-def settings_digest() -> dict[str, str]:
-    """Return FLYTE_DDP_SETTINGS, a digest of all variables of pods.
+def make_settings_digest_variable() -> dict[str, str]:
+    """Return the variable FLYTE_DDP_SETTINGS with a digest of all variables of pods.
 
-    A registration's version depends on this digest.
+    The digest is a part of the registration's version, so other settings make another version.
     """
-    variables = registered_settings() | pod_environment()
+    variables = list_registered_settings() | make_pod_environment()
     text = "\n".join(f"{name}={value}" for name, value in sorted(variables.items()))
     return {"FLYTE_DDP_SETTINGS": hashlib.sha256(text.encode()).hexdigest()[:12]}
 
 
-def wandb_secret_id() -> tuple[str, str] | None:
+def read_wandb_secret_id() -> tuple[str, str] | None:
     """Return group and key of the platform's secret with wandb's key, or None if pods get no secret.
 
     By default, only profiles with GPUs get the secret ``wandb/api_key``.
@@ -133,7 +136,7 @@ def wandb_secret_id() -> tuple[str, str] | None:
         UserError: FLYTE_DDP_WANDB_SECRET is malformed.
     """
     # By default pods without GPUs get no secret, because they mostly run tests.
-    name = read_text_variable(SECRET_VARIABLE) or (DEFAULT_SECRET if chosen_profile().gpus else "off")
+    name = read_text_variable(SECRET_VARIABLE) or (DEFAULT_SECRET if read_profile().gpus else "off")
     if name == "off":
         return None
     group, _, key = name.partition("/")
@@ -158,7 +161,7 @@ def refuse_unregistered_code() -> None:
 if __name__ == "__main__":
     try:
         check_settings_for_pods()
-        for setting, text in registered_settings().items():
+        for setting, text in list_registered_settings().items():
             if setting != PROFILE_VARIABLE:  # for which the script has an option
                 print(f"{setting}={text}")
     except UserError as error:

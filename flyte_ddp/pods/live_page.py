@@ -22,10 +22,10 @@ Render = Callable[[str, bool], str]  # (reason of the failure or "", whether the
 def publish_page_while_running(
     platform: Platform, render: Render, *, title: str = "Run", placeholder: str = FUNCTION_PLACEHOLDER
 ) -> Iterator[None]:
-    """Publish a pod's page ``title`` every 30 s during the block, and at the end of the block.
+    """Publish a page in the platform's console every 30 s during the block, and once more at the end.
 
-    Does nothing locally. A thread calls ``render``. Until ``render`` returns a page, ``placeholder`` is published.
-    Errors are ignored. At the end, waits up to 10 s for the last page.
+    A thread calls ``render``, and publishes ``placeholder`` until ``render`` returns a page. Errors are ignored. The
+    end of the block waits up to 10 s for the last page. Outside of pods, does nothing.
     """
     if not is_in_pod():
         yield
@@ -33,7 +33,7 @@ def publish_page_while_running(
     ended, failure = threading.Event(), ""
 
     def publish_pages() -> None:
-        """Publish the page every 30 s until the block has ended, and then once more. Ignore errors."""
+        """Publish the page every 30 s until the block has ended, and then once more. Ignores errors."""
         page, is_last = placeholder, False
         while not is_last:
             is_last = ended.is_set()
@@ -55,10 +55,10 @@ def publish_page_while_running(
 
 
 def publish_report_while_training(platform: Platform, run_folder: Path) -> AbstractContextManager[None]:
-    """Publish the report of a pod's training during the block, as :func:`publish_page_while_running` does.
+    """Publish the report of a training in the platform's console every 30 s during the block, from a thread.
 
-    Locally nothing is published. Errors are ignored. The last page is the finished report, or a report with the error.
-    At the end of the block, waits up to 10 s for the last page.
+    The last page is the finished report, or a report with the error. The end of the block waits up to 10 s for the last
+    page. Errors are ignored. Outside of pods, does nothing.
     """
 
     def render(failure: str, is_last: bool) -> str:
@@ -72,8 +72,9 @@ def publish_report_while_training(platform: Platform, run_folder: Path) -> Abstr
 
 
 def publish_function_page(platform: Platform, folder: Path, name: str) -> AbstractContextManager[None]:
-    """Publish the page of a user-defined function during the block, as :func:`publish_page_while_running` does.
+    """Publish the recorded values of a user-defined function in the console every 30 s during the block.
 
+    The end of the block waits up to 10 s for the last page. Errors are ignored. Outside of pods, does nothing.
     ``folder`` is the run's folder, and ``name`` is the run's name on the page.
     """
 

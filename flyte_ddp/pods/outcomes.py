@@ -15,7 +15,8 @@ _held: list[str] | None = None  # texts that wait; None prints texts at once
 def print_outcome(text: str) -> None:
     """Print a text for the user of a local run. In a pod, prints nothing.
 
-    Within :func:`hold_last_outcome` the text waits for the next task, the next outcome, or the end of the block.
+    Within a block of :func:`hold_last_outcome`, the text is held back until the next outcome, the next task, or the
+    end of the block.
     """
     print_held_outcome()
     text = escape_controls(text)
@@ -26,15 +27,16 @@ def print_outcome(text: str) -> None:
 
 
 def print_held_outcome() -> None:
+    """Print the text that :func:`print_outcome` holds back, if any."""
     while _held:
         print(_held.pop(), flush=True)
 
 
 @contextmanager
 def hold_last_outcome() -> Iterator[None]:
-    """Print the last outcome of the block at the end of the block. Sets global state of the process.
+    """Hold back each outcome of the block, until the next outcome or the end of the block.
 
-    Blocks cannot be nested.
+    Sets global state of the process, so blocks cannot be nested.
     """
     global _held  # noqa: PLW0603 (a property of the process, which runs one command)
     _held = []

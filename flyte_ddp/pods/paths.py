@@ -16,18 +16,19 @@ from flyte_ddp.core.files import atomic_write
 from flyte_ddp.core.settings import read_text_variable, runs_folder
 from flyte_ddp.pods.environment import REGISTRY_VARIABLE
 from flyte_ddp.pods.outcomes import print_outcome
-from flyte_ddp.pods.platforms import is_in_pod, pod_folder
+from flyte_ddp.pods.platforms import get_pod_folder, is_in_pod
 
 
 def resolve_folder(name: str) -> Path:
-    """Return the path of a run's or data set's folder. Ignores a token after an @ in the name."""
-    return (pod_folder() if is_in_pod() else runs_folder()) / name.partition("@")[0]
+    """Return the path of the folder ``name`` in the runs folder, or in a pod in the pod's folder.
+
+    A token after an @ in the name is ignored.
+    """
+    return (get_pod_folder() if is_in_pod() else runs_folder()) / name.partition("@")[0]
 
 
-def registry_address() -> str:
-    """Return the address of the registry of models.
-
-    The address is FLYTE_DDP_REGISTRY, or locally a folder in the runs folder.
+def read_registry_address() -> str:
+    """Return the address of the registry of models: FLYTE_DDP_REGISTRY, or locally a folder in the runs folder.
 
     Raises:
         UserError: In a pod, the address is not remote.
@@ -44,7 +45,9 @@ def registry_address() -> str:
 
 
 def complete_interrupted_move(name: str) -> bool:
-    """Complete a local run's interrupted move, and return whether a result exists. In a pod returns False.
+    """Move the files of a complete local run into the run's folder, if an earlier move was interrupted.
+
+    Returns whether the run has a result now. In a pod, does nothing and returns False.
 
     Raises:
         UserError: The run is still active.
@@ -59,9 +62,9 @@ def complete_interrupted_move(name: str) -> bool:
 
 
 def add_folder_token(name: str, *, complete: bool) -> str:
-    """Return NAME@TOKEN for a local folder. In a pod, returns the name alone.
+    """Return NAME@TOKEN for a local folder, so that Flyte's cache forgets folders that lost files.
 
-    Writes a new token if none exists, or if the folder is not ``complete``.
+    Writes a new random token if the folder has no token or is not ``complete``. In a pod, returns the name alone.
     """
     if is_in_pod():
         return name
@@ -87,7 +90,7 @@ def make_dated_folder(prefix: str) -> Iterator[Path]:
 def print_local_files(headline: str, files: Mapping[Path, str]) -> None:
     """Print a headline with the common folder of ``files``, and a line with the meaning of each file.
 
-    Does nothing in pods. All ``files`` must be in the same folder.
+    All ``files`` must be in the same folder. In a pod, does nothing.
     """
     if not is_in_pod():
         [folder] = {path.parent for path in files}

@@ -22,7 +22,7 @@ class Platform(Protocol):
     """Facts about the current task, and methods to publish a page and to make a retryable error."""
 
     def is_retraining_requested(self) -> bool:
-        """Return whether this local command should train even if the run already has a result."""
+        """Return whether the user of a local run wants to train again although the run has a result."""
 
     def output_address(self) -> str:
         """Return the address in the blob store below which this attempt writes outputs. Only for pods."""
@@ -43,26 +43,26 @@ def is_in_pod() -> bool:
 
 
 @cache
-def pod_folder() -> Path:
-    """Return the folder for files of this pod's task. The first call makes the folder."""
+def get_pod_folder() -> Path:
+    """Return the temporary folder for files of this pod's task. The first call in a process makes the folder."""
     return Path(tempfile.mkdtemp(prefix="flyte-ddp-"))
 
 
-def execution_names() -> tuple[str, str, str]:
+def read_execution_names() -> tuple[str, str, str]:
     """Return the project, the domain and the id of this pod's execution."""
     project, domain = (os.environ[f"FLYTE_INTERNAL_EXECUTION_{part}"] for part in ("PROJECT", "DOMAIN"))
     return project, domain, os.environ[EXECUTION_ID]
 
 
-def storage_address(address: str) -> str:
+def convert_to_storage_address(address: str) -> str:
     """Return a platform's address in the form of flyte_ddp.storage: az:// for abfs:// and abfss:// of Azure."""
     return re.sub(r"^abfss?://([^/@]+)(@[^/]*)?", r"az://\1", address)
 
 
-def author_name() -> str:
+def describe_author() -> str:
     """Return the author of a change, for a log: PROJECT/DOMAIN/EXECUTION in a pod, USER@HOST elsewhere."""
     if is_in_pod():
-        return "/".join(execution_names())
+        return "/".join(read_execution_names())
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # in a container, whose user may have no name

@@ -89,7 +89,7 @@ PROFILES: dict[str, Profile] = {
 }
 
 
-def chosen_profile() -> Profile:
+def read_profile() -> Profile:
     """Return the profile that FLYTE_DDP_PROFILE names.
 
     Raises:
@@ -101,8 +101,8 @@ def chosen_profile() -> Profile:
     return PROFILES[name]
 
 
-def size_of_part(size: Size, parts: int) -> Size:
-    """Return a size with 1/``parts`` of the CPUs, memory and GPUs, and with the whole disk.
+def divide_size(size: Size, parts: int) -> Size:
+    """Return the size of one of ``parts`` equal parts of a pod. Each part has the whole disk.
 
     CPUs are rounded down to thousandths, at least 0.001, and memory to MiB.
     """
@@ -116,7 +116,7 @@ def size_of_part(size: Size, parts: int) -> Size:
 
 
 def read_node_range() -> tuple[int, int]:
-    """Return the least and most nodes of a training by FLYTE_DDP_NODES, such as "2" or "2:4".
+    """Return the smallest and the largest number of nodes from FLYTE_DDP_NODES, such as "2" or "2:4".
 
     Raises:
         UserError: The variable is malformed.
@@ -133,10 +133,7 @@ def read_node_range() -> tuple[int, int]:
 
 
 def count_ranks_of_node(gpus: int, cpu: str) -> int:
-    """Return the default number of ranks on a node: a rank for each GPU, else for each CPU.
-
-    Without GPUs, the number is from 1 to 4.
-    """
+    """Return the default number of ranks on a node: one for each GPU, else for each CPU, up to 4."""
     return gpus or max(1, min(int(parse_quantity(cpu)), MOST_CPU_RANKS))
 
 
@@ -159,11 +156,12 @@ ENGINES = {
 }
 
 
-def node_and_rank_limits(engine: str) -> tuple[int, int, int]:
-    """Return three limits of a training on ``engine``: most nodes, number of ranks, most ranks without GPUs.
+def compute_node_and_rank_limits(engine: str) -> tuple[int, int, int]:
+    """Return the limits of a training on ``engine`` (elastic, ray, dask, or "" for a single pod).
 
-    The number of ranks is fixed by the engine and the largest number of nodes, or 0 if the hyperparameter num_ranks
-    decides. The third limit is 0 if ranks without GPUs are not limited. The empty ``engine`` is a single pod.
+    Returns:
+        The largest number of nodes. The exact number of ranks, or 0 if the hyperparameter num_ranks decides. The
+        largest number of ranks without GPUs, or 0 for no limit.
 
     Raises:
         UserError: The engine does not exist, or FLYTE_DDP_NODES or FLYTE_DDP_PROFILE is wrong.
@@ -173,7 +171,7 @@ def node_and_rank_limits(engine: str) -> tuple[int, int, int]:
     if engine not in ENGINES:
         raise unknown_name_error("engine", engine, ENGINES)
     most = read_node_range()[1]
-    ranks = most * ENGINES[engine].ranks_per_node(chosen_profile())
+    ranks = most * ENGINES[engine].ranks_per_node(read_profile())
     return (most, ranks, 0) if ENGINES[engine].exact else (most, 0, ranks)
 
 

@@ -17,7 +17,7 @@ from flyte_ddp.core.runs.checkpoint import FOLDER, SLOTS
 from flyte_ddp.core.settings import Settings, read_number_variable, read_text_variable
 from flyte_ddp.pods import environment
 from flyte_ddp.pods.checkpoint_store import CheckpointStore
-from flyte_ddp.pods.platforms import Platform, execution_names, is_in_pod, storage_address
+from flyte_ddp.pods.platforms import Platform, convert_to_storage_address, is_in_pod, read_execution_names
 from flyte_ddp.pods.wandb_settings import read_run_settings
 from flyte_ddp.storage import ForbiddenError
 
@@ -32,7 +32,7 @@ class PodTerminated(BaseException):
     """
 
 
-def raise_sigterm(*_: object) -> None:
+def raise_pod_terminated(*_: object) -> None:
     raise PodTerminated
 
 
@@ -40,10 +40,13 @@ def raise_sigterm(*_: object) -> None:
 def raise_retryable_errors(platform: Platform) -> Iterator[None]:
     """In a pod, replace an exception after which a retry may succeed by the platform's retryable error.
 
-    A pod first rejects library code that differs from the registered code by UserError. SIGTERM in the block, in the
-    main thread, becomes a retryable error in a pod, and StoppedError in a local run. Other exceptions pass unchanged.
+    Handles SIGTERM during the block, in the main thread: in a pod by a retryable error, in a local run by StoppedError.
+    Other exceptions pass unchanged. Before the block, a pod compares the library's code with the registered code.
+
+    Raises:
+        UserError: The library's code in this pod differs from the registered code.
     """
-    with signal_handlers({signal.SIGTERM: raise_sigterm}):
+    with signal_handlers({signal.SIGTERM: raise_pod_terminated}):
         try:
             if is_in_pod():
                 environment.refuse_unregistered_code()
@@ -59,26 +62,29 @@ def raise_retryable_errors(platform: Platform) -> Iterator[None]:
 
 
 @contextmanager
-def pod_run(
+def sync_checkpoints_with_store(
     platform: Platform,
     run_folder: Path,
     output_folder: Path,
     *,
     defer: Callable[[Callable[[], None]], object] = lambda record: record(),
 ) -> Iterator[Callable[[], Settings]]:
-    """Make the checkpoints of a run of ranks outlive the pod, and yield a function that starts the attempt.
+    """In a pod, copy a run's checkpoints from and to the blob store, so that a later attempt can resume.
 
-    Downloads the run's newest checkpoint, and uploads new checkpoints during the block. Yields a function that returns
-    the run's settings, and records the launch of the ranks. Call this function when the data is available. The end of
-    the block waits for the last upload, and records how the attempt ended. During the download SIGTERM is deferred.
-    Failed uploads are printed. Outside pods only yields the function, which records nothing.
+    Before the block, downloads the run's newest checkpoint, and defers SIGTERM meanwhile. During the block, a thread
+    uploads new checkpoints, and prints the first failure. The end of the block waits for the last upload, and writes a
+    note on how the attempt ended. Outside of pods, does nothing of this.
+
+    Yields:
+        A function to call when the data are available, before the ranks start. The function returns the run's settings,
+        and in a pod writes a note that the ranks start.
 
     Args:
         platform: The platform that executes this task.
         run_folder: The run's folder, which has the run's name.
         output_folder: Folder to which the ranks write.
-        defer: Called with a callback of :func:`record_result` after a block without an error. Must call back when the
-            outputs are written. The default calls back at once.
+        defer: Called with a callback of :func:`record_result_and_delete_old_files` after a block without an error. Must
+            call back when the outputs are written. The default calls back at once.
 
     Raises:
         UserError: Checkpoints cannot be listed or read, or this attempt would be futile.
@@ -96,7 +102,7 @@ def pod_run(
     uploader = CheckpointUploader(store, folder)
 
     def start_attempt() -> Settings:
-        """Return the settings, and write a note that the ranks start, or print that the blob store forbids it."""
+        """Write a note that the ranks start, and return the settings. Prints if the blob store forbids the note."""
         settings = read_run_settings(platform, run)
         try:
             store.record_attempt_start(newest.step if newest else 0)
@@ -117,14 +123,14 @@ def pod_run(
         thread.join()
         uploader.upload_changed_checkpoints()
         if failure is None:
-            defer(partial(record_result, store))
+            defer(partial(record_result_and_delete_old_files, store))
         else:
             with suppress(Exception):
                 store.record_attempt_end(failure)
 
 
-def record_result(store: CheckpointStore) -> None:
-    """Record that the attempt has a result, and delete old files of all the project's runs.
+def record_result_and_delete_old_files(store: CheckpointStore) -> None:
+    """Write a note that the attempt has a result, and delete old files of all runs of the project.
 
     Waits up to 30 s for the deletion. Ignores errors.
     """
@@ -136,10 +142,10 @@ def record_result(store: CheckpointStore) -> None:
 
 
 def open_checkpoint_store(platform: Platform, run: str) -> CheckpointStore:
-    """Return the store of this pod's attempt at the run. Contacts no server."""
-    project, domain, execution = execution_names()
+    """Return the CheckpointStore of this pod's attempt at the run, from the environment. Contacts no server."""
+    project, domain, execution = read_execution_names()
     return CheckpointStore(
-        posixpath.join(checkpoints_address(platform.output_address()), project, domain, run),
+        posixpath.join(read_checkpoints_address(platform.output_address()), project, domain, run),
         execution=execution,
         attempt=int(os.environ.get("FLYTE_ATTEMPT_NUMBER") or 0),
         days=read_number_variable("FLYTE_DDP_CHECKPOINT_DAYS"),
@@ -147,24 +153,24 @@ def open_checkpoint_store(platform: Platform, run: str) -> CheckpointStore:
     )
 
 
-def checkpoints_address(output_address: str) -> str:
-    """Return the address of all checkpoints.
+def read_checkpoints_address(output_address: str) -> str:
+    """Return the address of the checkpoints of all runs.
 
-    The address is FLYTE_DDP_CHECKPOINTS, or a folder beside the parent folder of the outputs.
+    The address is FLYTE_DDP_CHECKPOINTS, or a folder beside the parent folder of ``output_address``.
     """
     beside = f"{posixpath.dirname(posixpath.dirname(output_address.rstrip('/')))}/flyte-ddp-checkpoints"
-    return storage_address(read_text_variable("FLYTE_DDP_CHECKPOINTS") or beside)
+    return convert_to_storage_address(read_text_variable("FLYTE_DDP_CHECKPOINTS") or beside)
 
 
 def start_thread_in_context(name: str, work: Callable[[], None], *, daemon: bool = False) -> threading.Thread:
-    """Start and return a thread with a copy of this thread's context variables, which flytekit's functions need."""
+    """Start and return a thread that calls ``work`` with this thread's context variables, as flytekit needs."""
     thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), name=name, daemon=daemon)
     thread.start()
     return thread
 
 
 class CheckpointUploader:
-    """Uploads new checkpoints of an attempt."""
+    """Uploads new checkpoints of an attempt from the folder of the run. Checkpoints that exist already are skipped."""
 
     def __init__(self, store: CheckpointStore, folder: Path) -> None:
         self.store, self.folder = store, folder
@@ -177,7 +183,7 @@ class CheckpointUploader:
             self.upload_changed_checkpoints()
 
     def upload_changed_checkpoints(self) -> None:
-        """Upload all checkpoints that changed since the last upload.
+        """Upload all checkpoints that changed since the last upload, the older first.
 
         Prints the first failure. Raises nothing.
         """

@@ -13,19 +13,20 @@ from flyte_ddp.plans import identity
 from flyte_ddp.plans.resolve import check_requested_resources
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.platforms import NO_SCHEDULE
-from flyte_ddp.pods.profiles import node_and_rank_limits
+from flyte_ddp.pods.profiles import compute_node_and_rank_limits
 
 
 def check_and_identify_run(hp: Hyperparameters, engine: str, kickoff_time: datetime | None) -> tuple[str, str]:
-    """Check hyperparameters and the pods' hardware, and return the versions of run and data.
+    """Check hyperparameters and the pods' hardware, and return the version of the run and the version of the data.
 
-    The versions are names of folders. Queries the data's origin. Locally completes an interrupted move of the run's
-    result, and writes folder tokens.
+    Versions are names of folders, and change with the content. Queries the server or folder from which the data come.
+    In a local run, also completes an interrupted move of the run's result, and writes the tokens of folders.
 
     Args:
         hp: Hyperparameters of the run.
         engine: elastic, ray, dask, or "" for a single pod.
-        kickoff_time: Time of a schedule, which makes this a separate run. NO_SCHEDULE stands for the present time.
+        kickoff_time: Time of a schedule, for which the run is separate from other runs. NO_SCHEDULE stands for the
+            present time, and None for no schedule.
 
     Raises:
         UserError: The hyperparameters or the hardware are unfit, or the run is still active.
@@ -33,24 +34,24 @@ def check_and_identify_run(hp: Hyperparameters, engine: str, kickoff_time: datet
     for spec in hp.list_user_callables():
         refuse_foreign_module(spec, split_spec(spec)[0])
     identity.check_known_image_size(hp)
-    check_requested_resources(hp, *node_and_rank_limits(engine))
+    check_requested_resources(hp, *compute_node_and_rank_limits(engine))
     fingerprint = fetching.fingerprint(hp.dataset, hp.data_source, hp.test_dataset)
     if kickoff_time == NO_SCHEDULE:
         kickoff_time = datetime.now(UTC)
     run = identity.run_name(hp, fingerprint, trigger=kickoff_time.isoformat() if kickoff_time else "")
     run_version = paths.add_folder_token(run, complete=paths.complete_interrupted_move(run))
-    return run_version, name_data(fingerprint)
+    return run_version, name_data_folder(fingerprint)
 
 
 def identify_data(hp: Hyperparameters) -> str:
     """Return the version of a training's data, which is the name of a folder.
 
-    Queries the data's origin. Locally writes a folder token.
+    Queries the server or folder from which the data come. In a local run, writes the token of the folder.
     """
-    return name_data(fetching.fingerprint(hp.dataset, hp.data_source, hp.test_dataset))
+    return name_data_folder(fetching.fingerprint(hp.dataset, hp.data_source, hp.test_dataset))
 
 
-def name_data(fingerprint: str) -> str:
+def name_data_folder(fingerprint: str) -> str:
     data = f"datasets/{fingerprint}"
     return paths.add_folder_token(data, complete=fetching.is_whole(paths.resolve_folder(data)))
 
@@ -58,7 +59,7 @@ def name_data(fingerprint: str) -> str:
 def find_or_fetch_data_set(
     dataset: str, data_source: str, test_dataset: str, data_version: str = "", *, sample: str = ""
 ) -> Path:
-    """Return the folder of a data set. If the folder is unusable, downloads and prepares the set.
+    """Return the folder of a prepared data set. Unless the folder is complete, first downloads and prepares the data.
 
     The preparation may run user code, whose errors become UserErrors.
 
@@ -66,7 +67,7 @@ def find_or_fetch_data_set(
         dataset: The hyperparameter ``dataset``.
         data_source: The hyperparameter ``data_source``.
         test_dataset: The hyperparameter ``test_dataset``.
-        data_version: The folder's name. If empty, queries the data's origin for the name.
+        data_version: The folder's name. If empty, queries the server or folder from which the data come.
         sample: The hyperparameter ``sample``. If set, samples of shards need no image and no label.
     """
     name = data_version or f"datasets/{fetching.fingerprint(dataset, data_source, test_dataset)}"

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import click
 
 from flyte_ddp.core.text.formatting import escape_controls
-from flyte_ddp.pods.paths import registry_address
+from flyte_ddp.pods.paths import read_registry_address
 from flyte_ddp.release import listing
 from flyte_ddp.release.registry import Registry
 
@@ -25,7 +25,7 @@ def release() -> None:
 @ADDRESS
 def list_models(address: str | None) -> None:
     """List the models of the registry with champion, score, and the time of the last promotion or rollback."""
-    print_lines(listing.describe_models(address or registry_address()))
+    print_lines(listing.describe_models(address or read_registry_address()))
 
 
 @release.command()
@@ -37,7 +37,7 @@ def show(name: str, version: str, address: str | None) -> None:
 
     VERSION is the SHA-256 of the version's weights, or at least the first 12 digits. The default is the champion.
     """
-    print_lines(listing.describe_version(Registry(address or registry_address(), name), version))
+    print_lines(listing.describe_version(Registry(address or read_registry_address(), name), version))
 
 
 @release.command()
@@ -45,7 +45,7 @@ def show(name: str, version: str, address: str | None) -> None:
 @ADDRESS
 def history(name: str, address: str | None) -> None:
     """Show the promotions and rollbacks of the model NAME with author, time and reason, and all versions."""
-    print_lines(listing.describe_history(Registry(address or registry_address(), name)))
+    print_lines(listing.describe_history(Registry(address or read_registry_address(), name)))
 
 
 def print_lines(lines: Iterable[str]) -> None:

@@ -16,7 +16,7 @@ SCHEDULER = Size(cpu="500m", memory="512Mi", ephemeral_storage="1Gi")
 RUNNER = Size(cpu="1", memory="2Gi", ephemeral_storage="10Gi")
 
 
-def dask_cluster(workers: int, node: ResourceSpec, workers_per_node: int) -> Dask:
+def make_dask_cluster(workers: int, node: ResourceSpec, workers_per_node: int) -> Dask:
     parts = {kind: divide_resources(getattr(node, kind), workers_per_node) for kind in ("requests", "limits")}
     return Dask(scheduler=Scheduler(**requests_and_limits(SCHEDULER)), workers=WorkerGroup(workers, **parts))
 
@@ -28,5 +28,5 @@ class DaskTask(EngineTask, PluginTask):  # type: ignore[misc]  # which the plugi
         node = take_resources(options)
         self.num_ranks = self.num_hosts = config.num_ranks or config.nodes * count_ranks_per_node(node)  # a worker each
         options |= requests_and_limits(RUNNER)
-        cluster = dask_cluster(self.num_ranks, node, math.ceil(self.num_ranks / config.nodes))
+        cluster = make_dask_cluster(self.num_ranks, node, math.ceil(self.num_ranks / config.nodes))
         super().__init__(cluster, function, **options)

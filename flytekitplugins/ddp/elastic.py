@@ -26,11 +26,8 @@ from flytekitplugins.ddp.run import run_in_folder
 from flytekitplugins.ddp.task import Function, PodTask
 
 
-def elastic_options(least: int, most: int, ranks_per_node: int) -> dict[str, Any]:
-    """Return the options of the plugin's ``Elastic`` for a range of nodes.
-
-    Each of ``least`` to ``most`` nodes has ``ranks_per_node`` workers.
-    """
+def make_elastic_options(least: int, most: int, ranks_per_node: int) -> dict[str, Any]:
+    """Return the options of the plugin's ``Elastic`` for ``least`` to ``most`` nodes of ``ranks_per_node`` workers."""
     seconds = read_whole_number_variable(pods.MEET_VARIABLE)
     return {
         "nnodes": most if least == most else f"{least}:{most}",
@@ -76,7 +73,8 @@ class ReplacedPodsTask(PytorchElasticFunctionTask):  # type: ignore[misc]  # whi
     def open_launcher(self, prepare: Callable[[], object] = lambda: None) -> Iterator[Launch]:
         """Yield the launcher of the task's ranks, on this machine or on all pods of a PyTorchJob.
 
-        In a pod without the launcher, runs the pod's ranks until the job is over, after ``prepare`` has returned.
+        Only one pod gets the launcher. In any other pod, calls ``prepare``, runs the pod's ranks until the job is over,
+        and raises IgnoreOutputs in place of the block.
 
         Raises:
             IgnoreOutputs: The job is over, and the launcher is in another pod.
@@ -104,7 +102,7 @@ class ElasticTask(PodTask, ReplacedPodsTask):
     def __init__(self, config: DDP, function: Function, **options: Any) -> None:
         node = take_resources(options)
         each = config.num_ranks // config.nodes or count_ranks_per_node(node)
-        engine = Elastic(**elastic_options(config.nodes, config.nodes, each))
+        engine = Elastic(**make_elastic_options(config.nodes, config.nodes, each))
         super().__init__(engine, function, requests=node.requests, limits=node.limits, **options)
 
     def run_body(self, call: Call, run: str) -> Returned:

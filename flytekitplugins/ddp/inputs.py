@@ -18,11 +18,11 @@ from flyte_ddp.core.files import hold_lock
 Remote = (FlyteFile, FlyteDirectory)  # types whose values are downloaded when first opened
 
 
-def describe_inputs(inputs: Mapping[str, Any], literals: LiteralMap | None, ignored: tuple[str, ...]) -> JsonObject:
-    """Return the inputs by name, without ``ignored``, as JSON values that are equal for equal inputs.
+def identify_inputs(inputs: Mapping[str, Any], literals: LiteralMap | None, ignored: tuple[str, ...]) -> JsonObject:
+    """Return JSON values by input name that are equal for equal inputs. Inputs in ``ignored`` are omitted.
 
-    ``literals`` are Flyte's literals of the inputs, if known. If a literal has a hash, the hash replaces the input.
-    Otherwise a file is replaced by the address, and any other input by the value.
+    The value of an input is the hash of the input's Flyte literal, if ``literals`` are known and have a hash. Otherwise
+    a file's value is the file's address, and any other input stands for itself.
     """
     hashes = {name: literal.hash for name, literal in literals.literals.items()} if literals else {}
     counted = {name: value for name, value in inputs.items() if name not in ignored}
@@ -30,9 +30,9 @@ def describe_inputs(inputs: Mapping[str, Any], literals: LiteralMap | None, igno
 
 
 def replace_file_or_module(value: Any) -> Any:
-    """Return the address of a Flyte file, a digest of a torch module, or the fields of a dataclass.
+    """Return a Flyte file's address, a torch module's digest, or a dataclass's fields by name.
 
-    A pydantic model is treated like a dataclass. Any other value is returned unchanged.
+    Pydantic models are treated like dataclasses. Any other value is returned unchanged.
     """
     if isinstance(value, Remote):
         return str(value.remote_source or value.path)
@@ -58,9 +58,10 @@ def list_fields(value: Any) -> list[str]:
 
 
 def share_downloads(value: Any) -> None:
-    """Share the download of each remote file in ``value`` between the processes of this host.
+    """Make each remote file in ``value`` download only once on this host.
 
-    The first process that opens the file downloads it. Other processes wait. Patches the files in place.
+    The first process that opens the file downloads the file, and other processes wait. Changes the file objects in
+    place, and downloads nothing yet.
     """
     for file in find_files(value):
         if file.remote_source:
@@ -69,6 +70,10 @@ def share_downloads(value: Any) -> None:
 
 
 def download_once(download: Callable[[], Any], path: Path) -> None:
+    """Call ``download`` unless a process of this host has downloaded ``path``. Waits for a process that downloads now.
+
+    Writes a lock file beside ``path``.
+    """
     with hold_lock(path.parent, f".{path.name}.lock") as lock:
         if not os.fstat(lock.fileno()).st_size:
             download()

@@ -44,6 +44,7 @@ class FunctionOfTask:
 
 
 def find_task_function(module: str, name: str, root: str) -> Any:
+    """Import a task's module, and return the task's function. Puts the folder ``root`` first on ``sys.path``."""
     if root not in sys.path:  # pyflyte has the folder there only during imports
         sys.path.insert(0, root)
     return getattr(importlib.import_module(module), name).task_function
@@ -117,6 +118,7 @@ def run_body(
 
 
 def make_literals(value: Any, types: dict[str, type], tuple_name: str | None) -> LiteralMap:
+    """Return Flyte's literals of a body's results, by the declared ``types``. Uploads files."""
     is_single = len(types) == 1 and not (tuple_name and isinstance(value, tuple))
     values = dict(zip(types, [value] if is_single else value, strict=True))
     return TypeEngine.dict_to_literal_map(FlyteContextManager.current_context(), values, types)

@@ -23,7 +23,7 @@ HEAD = Size(cpu="1", memory="3Gi", ephemeral_storage="10Gi")
 SUBMITTER = Size(cpu="500m", memory="256Mi", ephemeral_storage="1Gi")
 
 
-def ray_cluster(
+def make_ray_cluster(
     nodes: int, resources: ResourceSpec, shared_memory: str = "", gpu_type: str = "", *, with_secrets: bool = False
 ) -> RayJobConfig:
     """Return the configuration of a cluster with a small head, on which no rank runs, and ``nodes`` workers.
@@ -68,6 +68,6 @@ class RayTask(EngineTask, RayFunctionTask):  # type: ignore[misc]  # which the p
         size = options["shared_memory"] if isinstance(options["shared_memory"], str) else ""
         gpu = options["accelerator"].to_flyte_idl().device if options["accelerator"] else ""
         secrets = bool(options["secret_requests"])
-        cluster = ray_cluster(config.nodes, node, size, gpu, with_secrets=secrets)
+        cluster = make_ray_cluster(config.nodes, node, size, gpu, with_secrets=secrets)
         options |= {**requests_and_limits(SUBMITTER), "accelerator": None, "shared_memory": None}
         super().__init__(cluster, function, **options)

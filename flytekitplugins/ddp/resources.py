@@ -5,7 +5,7 @@ from typing import Any
 from flytekit import Resources
 from flytekit.core.resources import ResourceSpec
 
-from flyte_ddp.pods.profiles import Size, count_ranks_of_node, size_of_part
+from flyte_ddp.pods.profiles import Size, count_ranks_of_node, divide_size
 
 TaskOptions = dict[str, Any]  # keyword arguments of flytekit's task, by name
 
@@ -40,7 +40,7 @@ def divide_resources(given: Resources, parts: int) -> Resources:
     whole = Size(
         cpu=str(given.cpu or 1), memory=str(given.mem or "1Gi"), ephemeral_storage="", gpus=int(given.gpu or 0)
     )
-    part = size_of_part(whole, parts)
+    part = divide_size(whole, parts)
     return Resources(
         cpu=given.cpu and part.cpu,
         mem=given.mem and part.memory,

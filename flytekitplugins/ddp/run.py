@@ -21,7 +21,7 @@ from flyte_ddp.core.settings import read_text_variable
 from flyte_ddp.pods.live_page import publish_function_page
 from flyte_ddp.pods.paths import print_local_files, resolve_folder
 from flyte_ddp.pods.platforms import is_in_pod
-from flyte_ddp.pods.retries import open_checkpoint_store, pod_run
+from flyte_ddp.pods.retries import open_checkpoint_store, sync_checkpoints_with_store
 from flyte_ddp.run_function import (
     disable_wandb_without_key,
     print_how_to_resume_on_error,
@@ -35,10 +35,10 @@ from flytekitplugins.ddp.resources import ENGINE_RETRIES
 when_written: ContextVar[list[Callable[[], None]] | None] = ContextVar("when_written", default=None)
 
 
-def do_when_written(action: Callable[[], None]) -> None:
-    """Call ``action`` when flytekit has written the outputs.
+def call_when_outputs_written(action: Callable[[], None]) -> None:
+    """Call ``action`` later, when flytekit has written the task's outputs.
 
-    If no RanksTask waits for this, as in a map task, calls ``action`` at once.
+    If this process executes no RanksTask, as in a map task, calls ``action`` at once.
     """
     waiting = when_written.get()
     if waiting is None:
@@ -48,32 +48,32 @@ def do_when_written(action: Callable[[], None]) -> None:
 
 
 def name_run(task: str, call: Call) -> str:
-    """Return the name of a run, TASK-INPUTS-CODE, which is equal for all attempts.
+    """Return the name of a run, TASK-INPUTS-CODE with digests, which is equal for all attempts.
 
-    If FLYTE_DDP_GO_ON names a run of the same task and inputs, returns this name. If the variable names any other run,
-    prints a note.
+    If FLYTE_DDP_GO_ON names a run of the same task and inputs, returns the name in the variable. If the variable names
+    another run, prints a note.
     """
-    same, code = f"{task}-{digest([task, dict(call.shown)])[:12]}-", digest(call.code)[:8]
+    same, code = f"{task}-{digest_json([task, dict(call.shown)])[:12]}-", digest_json(call.code)[:8]
     named = Path(read_text_variable(GO_ON)).name
     if named and not named.startswith(same):
         print_to_stderr(f"{GO_ON}={named} is ignored: this run, {same}{code}, has another task or other inputs")
     return named if named.startswith(same) else f"{same}{code}"
 
 
-def digest(value: Any) -> str:
+def digest_json(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def print_saves_of_other_code(run: str, folder: Path) -> None:
-    """Print which run of the same task and inputs, but of other code, has a save.
+    """Print to stderr which run of the same task and inputs, but of other code, has a checkpoint.
 
-    Prints nothing if this run has a save.
+    Prints nothing if this run has a checkpoint. In a pod, queries the blob store.
     """
     if newest_step(folder) != 0:
         return
     same = f"{run.rpartition('-')[0]}-"
     if is_in_pod():
-        steps = open_checkpoint_store(PLATFORM, run).find_saved_runs(same)
+        steps = open_checkpoint_store(PLATFORM, run).list_saved_runs(same)
     else:
         steps = {path.name: newest_step(path) or 0 for path in folder.parent.glob(f"{glob.escape(same)}*")}
     if steps and (step := max(steps.values())):
@@ -82,7 +82,7 @@ def print_saves_of_other_code(run: str, folder: Path) -> None:
         print_to_stderr(f"{run} starts from scratch; {found}: {describe_going_on(folder.with_name(other))}")
 
 
-def engine_launcher(engine: str, hosts: int) -> Launch:
+def make_engine_launcher(engine: str, hosts: int) -> Launch:
     launch: EngineLaunch = import_module(f"flyte_ddp.engines.{engine}").launch
     return partial(launch, retries=ENGINE_RETRIES, awaited_hosts=hosts if is_in_pod() else 0)
 
@@ -90,20 +90,21 @@ def engine_launcher(engine: str, hosts: int) -> Launch:
 def run_in_folder(call: Call, run: str, request: Request, launch: Launch | None) -> Any:
     """Run a call on ranks in the folder named ``run``, and return the result of rank 0.
 
-    Resumes an earlier attempt. In a pod, syncs checkpoints with the blob store, uploads unsent wandb data, and
-    publishes the console's page. When the outputs are written, removes the saves and records the result. ``launch``
-    starts the ranks (None: on this machine).
+    Waits for the ranks. Resumes an earlier attempt. In a pod, copies checkpoints from and to the blob store, uploads
+    unsent wandb data, and publishes the console's page. When flytekit has written the outputs, removes the checkpoints
+    and records the result. In a local run, prints where the recorded values are. ``launch`` starts the ranks (None: on
+    this machine).
     """
     folder = resolve_folder(run)
     with (
         publish_function_page(PLATFORM, folder, run),
-        pod_run(PLATFORM, folder, folder, defer=do_when_written) as start_attempt,
+        sync_checkpoints_with_store(PLATFORM, folder, folder, defer=call_when_outputs_written) as start_attempt,
     ):
         settings = disable_wandb_without_key(start_attempt())
         print_saves_of_other_code(run, folder)
         with print_how_to_resume_on_error(folder):
             returned = run_call_in_folder(call, request, folder, settings, launch)
-        do_when_written(partial(remove_run_checkpoints, folder))
+        call_when_outputs_written(partial(remove_run_checkpoints, folder))
     if (folder / REPORT).exists():
         files = {
             folder / REPORT: "the recorded values, to open in a browser",

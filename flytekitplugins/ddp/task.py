@@ -21,10 +21,10 @@ from flytekitplugins.ddp.flyte import (
     report_user_errors,
     translate_errors_for_flyte,
 )
-from flytekitplugins.ddp.inputs import describe_inputs
+from flytekitplugins.ddp.inputs import identify_inputs
 from flytekitplugins.ddp.ranks import Returned, make_call
 from flytekitplugins.ddp.resources import TaskOptions, count_requested_gpus, take_resources
-from flytekitplugins.ddp.run import engine_launcher, name_run, run_in_folder, when_written
+from flytekitplugins.ddp.run import make_engine_launcher, name_run, run_in_folder, when_written
 
 if TYPE_CHECKING:
     from flytekit import FlyteContext
@@ -44,7 +44,7 @@ class RanksTask(PythonFunctionTask):  # type: ignore[misc]  # which flytekit lea
     runs_on_cluster = False  # whether rank 0 may be on a host that does not share this process's files
 
     def dispatch_execute(self, context: FlyteContext, literals: LiteralMap) -> Any:
-        """Run the task, and then the actions of :func:`do_when_written`, when flytekit has written the outputs."""
+        """Run the task and write the outputs, and then call the actions of :func:`call_when_outputs_written`."""
         waiting: list[Callable[[], None]] = []
         tokens = received.set(literals), when_written.set(waiting)
         try:
@@ -61,7 +61,7 @@ class RanksTask(PythonFunctionTask):  # type: ignore[misc]  # which flytekit lea
         """Run the body on all ranks, and return the value of rank 0. Adds rank 0's decks to the task's decks."""
         remove_execution_id_outside_tasks()
         with translate_errors_for_flyte():
-            shown = describe_inputs(inputs, received.get(), self.metadata.cache_ignore_input_vars)
+            shown = identify_inputs(inputs, received.get(), self.metadata.cache_ignore_input_vars)
             raw_output = current_context().raw_output_prefix if is_in_pod() else ""
             call = make_call(self, inputs, shown, raw_output, literals=self.runs_on_cluster and is_in_pod())
             returned = self.run_body(call, name_run(self.name, call))
@@ -83,7 +83,7 @@ class EngineTask(RanksTask):
 
     def run_body(self, call: Call, run: str) -> Returned:
         request = Request(self.num_ranks if is_in_pod() else self.ddp.num_ranks, exact=True)
-        return run_in_folder(call, run, request, engine_launcher(self.ddp.engine, self.num_hosts))
+        return run_in_folder(call, run, request, make_engine_launcher(self.ddp.engine, self.num_hosts))
 
 
 class PodTask(RanksTask):
@@ -99,7 +99,7 @@ class PodTask(RanksTask):
 def make_task(config: DDP, function: Function, options: TaskOptions) -> RanksTask:
     """Return the task for a function and flytekit's options. Changes ``options`` in place.
 
-    Adds environment variables, a deck and unlimited shared memory to the options, unless they are given.
+    Adds environment variables, a deck and unlimited shared memory to the options, unless the user has set them.
 
     Raises:
         UserError: The task is @dynamic, requests too few GPUs, or needs an extra that is not installed.
@@ -120,8 +120,8 @@ def make_task(config: DDP, function: Function, options: TaskOptions) -> RanksTas
     options["environment"] = {
         **GRACE,
         environment.SECRET_VARIABLE: next((name for name in secrets if "wandb" in name.lower()), "off"),
-        **environment.registered_settings(ALL_PODS),
-        **environment.registered_settings(TRAINING_PODS),
+        **environment.list_registered_settings(ALL_PODS),
+        **environment.list_registered_settings(TRAINING_PODS),
         **(options["environment"] or {}),
     }
     if not config.engine or (config.engine, config.nodes) == ("elastic", 1):

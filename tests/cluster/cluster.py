@@ -36,8 +36,8 @@ PRINT_SAVED_STEP = """
 import sys
 from flyte_ddp.pods import checkpoint_store, platforms, retries
 
-project, domain, execution = platforms.execution_names()
-files = checkpoint_store.list_run_files(f"{retries.checkpoints_address(sys.argv[1])}/{project}/{domain}")
+project, domain, execution = platforms.read_execution_names()
+files = checkpoint_store.list_run_files(f"{retries.read_checkpoints_address(sys.argv[1])}/{project}/{domain}")
 saved = [file.step for file in files if (file.kind, file.execution) == (checkpoint_store.SAVED, execution)]
 print(max(saved, default=0))
 """

@@ -10,7 +10,7 @@ from flyte_ddp.core.machine.process import signal_handlers
 from flyte_ddp.core.settings import Settings
 from flyte_ddp.engines import elastic as launcher
 from flyte_ddp.pods import elastic
-from flyte_ddp.pods.retries import raise_sigterm
+from flyte_ddp.pods.retries import raise_pod_terminated
 from flyte_ddp.run import run_training
 
 
@@ -19,7 +19,7 @@ def main(hp: str, data: str, folder: str, least: str, most: str) -> None:
     settings = Settings(progress="lines", wandb_mode="disabled", cache_folder=Path(folder).parent / "cache")
     rules = {"last_call_timeout": 1, "keep_alive_interval": 1, "read_timeout": 20, "join_timeout": 60}
     with (
-        signal_handlers({signal.SIGTERM: raise_sigterm}),
+        signal_handlers({signal.SIGTERM: raise_pod_terminated}),
         elastic.join_job("job", (int(least), int(most)), 1, 2, rules) as node,
     ):
         if not elastic.has_launcher():

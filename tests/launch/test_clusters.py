@@ -104,7 +104,7 @@ class TestRay:
     ("cpus", "num_ranks", "expected"), [([8], 2, 4), ([4, 4], 2, 4), ([4, 4], 3, 2), ([8, 2], 2, 4), ([3, 3], 6, 1)]
 )
 def test_ranks_have_as_many_cpus_as_all_can_have(cpus: list[int], num_ranks: int, expected: int) -> None:
-    assert ray.cpus_per_rank(cpus, num_ranks) == expected
+    assert ray.compute_cpus_per_rank(cpus, num_ranks) == expected
 
 
 def test_hosts_that_are_still_to_come_are_waited_for(monkeypatch, capsys) -> None:

@@ -11,7 +11,7 @@ from flytekit.models.literals import Literal, LiteralMap
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from flytekitplugins.ddp.inputs import describe_inputs, share_downloads
+from flytekitplugins.ddp.inputs import identify_inputs, share_downloads
 
 
 @dataclass
@@ -39,7 +39,7 @@ def test_files_count_by_address_or_hash_and_ignored_inputs_not(tmp_path: Path) -
             "rate": 0.5,
             "note": place,
         }
-        return describe_inputs(inputs, literals, ignored=("note",))
+        return identify_inputs(inputs, literals, ignored=("note",))
 
     expected = {"data": {"files": ["s3://bucket/a"], "name": "mine"}, "folder": "s3://bucket/folder", "rate": 0.5}
     assert described("one") == described("two") == expected
@@ -52,7 +52,7 @@ def test_modules_count_by_their_weights() -> None:
         module = torch.nn.Linear(2, 2)
         torch.nn.init.constant_(module.weight, weight)
         torch.nn.init.zeros_(module.bias)
-        return describe_inputs({"models": [module]}, None, ignored=())
+        return identify_inputs({"models": [module]}, None, ignored=())
 
     assert described(1.0) == described(1.0) != described(2.0)
 

@@ -8,8 +8,8 @@ from cli import ROOT
 
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.pods import profiles
-from flyte_ddp.pods.environment import wandb_secret_id
-from flyte_ddp.pods.profiles import PROFILES, Size, parse_quantity, size_of_part
+from flyte_ddp.pods.environment import read_wandb_secret_id
+from flyte_ddp.pods.profiles import PROFILES, Size, divide_size, parse_quantity
 
 
 @pytest.mark.parametrize(
@@ -38,8 +38,8 @@ def test_kubernetes_quantities(text: str, number: float | None) -> None:
 )
 def test_profiles_in_any_quantities(cpu: str, memory: str, half: tuple[str, str], ranks: int) -> None:
     profile = replace(PROFILES["local"], cpu=cpu, memory=memory)
-    assert size_of_part(profile, 1).memory == memory
-    assert size_of_part(profile, 2) == Size(cpu=half[0], memory=half[1], ephemeral_storage=profile.ephemeral_storage)
+    assert divide_size(profile, 1).memory == memory
+    assert divide_size(profile, 2) == Size(cpu=half[0], memory=half[1], ephemeral_storage=profile.ephemeral_storage)
     assert profiles.ENGINES["elastic"].ranks_per_node(profile) == ranks
 
 
@@ -59,13 +59,13 @@ def test_numbers_of_nodes(monkeypatch: pytest.MonkeyPatch, text: str, nodes: tup
 def test_a_secret_has_a_group_and_a_key(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("FLYTE_DDP_WANDB_SECRET", name)
     with pytest.raises(UserError, match=f"^FLYTE_DDP_WANDB_SECRET='{name}': must be a secret's group/key, such as wan"):
-        wandb_secret_id()
+        read_wandb_secret_id()
 
 
 def test_an_unknown_profile_is_refused_with_the_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLYTE_DDP_PROFILE", "gpus")
     with pytest.raises(UserError, match=r"^unknown FLYTE_DDP_PROFILE 'gpus': did you mean 'gpu'\? choose one of "):
-        profiles.chosen_profile()
+        profiles.read_profile()
 
 
 def test_templates_of_pods() -> None:

@@ -24,7 +24,7 @@ from flyte_ddp.core.settings import read_settings
 from flyte_ddp.core.training.plan import TrainingJob
 from flyte_ddp.plans.data_on_host import find_data_on_host, read_prepared_digest
 from flyte_ddp.plans.resolve import resolve
-from flyte_ddp.pods.profiles import ENGINES, PROFILES, Size, parse_quantity, size_of_part
+from flyte_ddp.pods.profiles import ENGINES, PROFILES, Size, divide_size, parse_quantity
 from flyte_ddp.run import run_training
 from flytekitplugins.ddp import dask, ray
 from tasks.elastic_training import offer_data_to_ranks
@@ -140,7 +140,7 @@ def test_a_recorded_daskjob_is_as_the_profile_says() -> None:
     cluster = job["cluster"]["spec"]
     assert cluster["worker"]["replicas"] == 2 * profile.gpus
     for pod, size in (
-        (cluster["worker"], size_of_part(profile, profile.gpus)),
+        (cluster["worker"], divide_size(profile, profile.gpus)),
         (cluster["scheduler"], dask.SCHEDULER),
         (job["job"], dask.RUNNER),
     ):

@@ -36,7 +36,7 @@ from tasks.flyte import PLATFORM, translate_errors_for_flyte
     ],
 )
 def test_checkpoints_are_beside_all_outputs(prefix: str, folder: str) -> None:
-    assert retries.checkpoints_address(prefix) == folder
+    assert retries.read_checkpoints_address(prefix) == folder
 
 
 def pod_context(folder: Path) -> Any:
@@ -62,7 +62,7 @@ class TestInAPod:
     def attempt(folder: Path, work: Callable[[Path], object]) -> None:
         with (
             translate_errors_for_flyte(),
-            retries.pod_run(PLATFORM, folder / "run", folder / "run" / UNFINISHED) as start_attempt,
+            retries.sync_checkpoints_with_store(PLATFORM, folder / "run", folder / "run" / UNFINISHED) as start_attempt,
         ):
             start_attempt()
             work(folder / "run" / UNFINISHED / FOLDER)
@@ -106,7 +106,7 @@ class TestInAPod:
     def test_a_result_counts_when_its_outputs_are_written(self, project: Path, tmp_path: Path) -> None:
         """Another attempt goes on from the last save if they could not be."""
         waiting: list[Callable[[], None]] = []
-        attempt = partial(retries.pod_run, PLATFORM, tmp_path / "run", defer=waiting.append)
+        attempt = partial(retries.sync_checkpoints_with_store, PLATFORM, tmp_path / "run", defer=waiting.append)
         with attempt(tmp_path / "0") as start_attempt:
             start_attempt()
             write(tmp_path / "0" / FOLDER / SLOTS[0], 4)

@@ -16,7 +16,7 @@ from test_cli_errors import assert_refused
 
 from benchmarks.running import descendants
 from flyte_ddp.core.errors import UnreachableError, UserError
-from tasks.command_line import input_file_error, refuse_misread_input, show_errors_in_panels
+from tasks.command_line import find_input_file_error, refuse_misread_input, show_errors_in_panels
 
 pytestmark = pytest.mark.slow
 LONG = {"num_ranks": 2, "epochs": 12, "batch_size": 64, "eval_interval": 5}
@@ -175,9 +175,9 @@ def test_what_own_code_raises_is_not_the_mistake_of_a_file_that_can_be_read(tmp_
     file.write_text("epochs: 3")
     monkeypatch.setattr("sys.argv", ["pyflyte", "run", "workflow.py", "training_wf", "--hp", str(file)])
     raised = UnicodeDecodeError("utf-8", b"", 0, 1, "mine")
-    assert input_file_error(raised) is None
+    assert find_input_file_error(raised) is None
     file.write_bytes(b"\xff")
-    assert "is not text" in input_file_error(raised).message
+    assert "is not text" in find_input_file_error(raised).message
 
 
 class FailedCall(grpc.RpcError):

@@ -8,13 +8,13 @@ from flyte_ddp.core.checks.fields import CheckedFields
 from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.sweep.space import Sweep
-from tasks.input_form import FormTransformer, KnownTransformer, form_metadata
+from tasks.input_form import FormTransformer, KnownTransformer, make_form_schema
 
 
 @pytest.mark.parametrize("form", [Hyperparameters, Policy, Sweep, WindowSource])
 def test_a_forms_type_is_flytekits_own_with_a_schema_for_the_console(form: type[CheckedFields]) -> None:
     expected = DataclassTransformer().get_literal_type(form)
-    expected.metadata |= form_metadata(form())
+    expected.metadata |= make_form_schema(form())
     assert FormTransformer(form).get_literal_type(form).to_flyte_idl() == expected.to_flyte_idl()
 
 

@@ -10,7 +10,7 @@ import pytest
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.machine import resources
-from flyte_ddp.pods.paths import registry_address
+from flyte_ddp.pods.paths import read_registry_address
 from flyte_ddp.pods.profiles import PROFILES
 from flytekitplugins.ddp.flyte import translate_errors_for_flyte
 from tasks.preparation import check_inputs
@@ -77,4 +77,4 @@ def test_a_pod_with_another_library_is_refused(monkeypatch: pytest.MonkeyPatch) 
 def test_a_pod_without_a_registry_says_how_to_give_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", "f1")
     with pytest.raises(UserError, match="FLYTE_DDP_REGISTRY='': must be an address that all pods can reach"):
-        registry_address()
+        read_registry_address()

@@ -12,7 +12,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.release.policy import Policy
-from workflows.schedules import Schedule, read_schedules, reason_left_out
+from workflows.schedules import Schedule, describe_why_skipped, read_schedules
 
 
 def read(folder: Path, text: str) -> list[Schedule]:
@@ -34,13 +34,13 @@ def test_an_entry_has_all_that_a_plan_needs(tmp_path: Path) -> None:
         """,
     )
     assert (inline.name, inline.workflow, inline.cron) == ("weekly", "elastic_training_wf", "30 4 * * 0")
-    assert inline.inputs() == {"hp": Hyperparameters(epochs=3, learning_rate=0.1)}
+    assert inline.read_inputs() == {"hp": Hyperparameters(epochs=3, learning_rate=0.1)}
     fast = json.loads((ROOT / "config/fast.json").read_text())
-    assert (preset.inputs(), preset.cron) == ({"hp": Hyperparameters(**fast)}, "")
+    assert (preset.read_inputs(), preset.cron) == ({"hp": Hyperparameters(**fast)}, "")
     best = {"hp": Hyperparameters(), "model_name": "digits", "policy": Policy(rule="not_worse")}
-    assert release.inputs() == best
+    assert release.read_inputs() == best
     window = WindowSource(images="in/%H", hours_back=1)
-    assert watch.inputs() == {"model_name": "digits", "window": window}
+    assert watch.read_inputs() == {"model_name": "digits", "window": window}
     (tmp_path / "empty.yaml").write_text("# none\n")
     assert read_schedules(tmp_path / "empty.yaml") == []
 
@@ -115,7 +115,7 @@ def test_a_wrong_entry_is_refused_by_its_name(tmp_path: Path, entries: str, said
 def test_an_address_has_fields_of_the_time_and_percent_signs(tmp_path: Path) -> None:
     entry = "- {name: a, workflow: monitor_wf, model_name: x, window: {table: 's3://b/my%%20data/%Y%m%d/%%%j'}}"
     [watch] = read(tmp_path, entry)
-    filled = watch.inputs()["window"].fill_in_time(datetime(2026, 11, 28, tzinfo=UTC))
+    filled = watch.read_inputs()["window"].fill_in_time(datetime(2026, 11, 28, tzinfo=UTC))
     assert filled.table == "s3://b/my%20data/20261128/%332"
 
 
@@ -150,12 +150,12 @@ def test_plans_that_cannot_be_made_are_named_with_the_reason(tmp_path: Path, mon
     monkeypatch.delenv("FLYTE_DDP_REGISTRY", raising=False)
     [release] = read(tmp_path, "- {name: a, workflow: release_wf, model_name: x}")
     assert release.describe() == "is skipped: FLYTE_DDP_REGISTRY is not set"
-    assert reason_left_out("training_wf") == reason_left_out("ray_training_wf") == ""
-    assert reason_left_out("monitor_wf") == reason_left_out("release_wf") == "FLYTE_DDP_REGISTRY is not set"
+    assert describe_why_skipped("training_wf") == describe_why_skipped("ray_training_wf") == ""
+    assert describe_why_skipped("monitor_wf") == describe_why_skipped("release_wf") == "FLYTE_DDP_REGISTRY is not set"
     monkeypatch.setenv("FLYTE_DDP_REGISTRY", "s3://bucket/models")
-    assert reason_left_out("monitor_wf") == ""
+    assert describe_why_skipped("monitor_wf") == ""
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    assert reason_left_out("ray_training_wf").startswith(
+    assert describe_why_skipped("ray_training_wf").startswith(
         "flytekitplugins.ray is not installed: it comes with the extra"
     )
 
