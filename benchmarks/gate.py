@@ -36,8 +36,8 @@ MARGIN = 0.01
 Rule = Callable[[ScoreDifferences, int], bool]  # of the challenger against the champion, on the k-th night
 RULES: dict[str, Rule] = {
     "higher accuracy wins": lambda pair, _: pair.gained > pair.lost,
-    "McNemar each night": lambda pair, _: checks.check_superior(pair, ALPHA).passed,
-    "the gate": lambda pair, night: checks.check_superior(pair, statistics.alpha_of_look(ALPHA, night)).passed,
+    "McNemar each night": lambda pair, _: checks.judge_superior(pair, ALPHA).passed,
+    "the gate": lambda pair, night: checks.judge_superior(pair, statistics.alpha_of_look(ALPHA, night)).passed,
 }
 
 
@@ -154,7 +154,7 @@ def worsening(random: np.random.Generator, *, anchored: bool) -> Target:
         challenger = changed_model(random, champion, 0.0, 0.004)
         others = (champion, best) if anchored else (champion,)
         pairs = [compare_scores(challenger, other, "accuracy") for other in others]
-        if all(checks.check_not_worse("other", pair, MARGIN, ALPHA).passed for pair in pairs):
+        if all(checks.judge_not_worse("other", pair, MARGIN, ALPHA).passed for pair in pairs):
             champion = challenger
     what = f"50 x -0.4 points under not_worse, {'with' if anchored else 'without'} the best version: lost in all"
     return Target(what, 1 - float(champion.mean()), "%", at_most=MARGIN if anchored else None)

@@ -75,6 +75,7 @@ class FormTransformer(KnownTransformer):
         )
 
     def guess_python_type(self, literal_type: LiteralType) -> type[Any]:
+        """Return this transformer's dataclass if the type has its schema. Raises ValueError for any other type."""
         if literal_type.metadata and self.python_type.__name__ in literal_type.metadata.get("definitions", {}):
             form: type[Any] = self.python_type
             return form

@@ -147,7 +147,7 @@ def make_launch_plans(*workflows: PythonFunctionWorkflow, taken: Container[str])
 
 
 def describe_why_skipped(workflow: str) -> str:
-    """Return why a workflow's launch plans cannot be registered here, or "" if nothing prevents this."""
+    """Return why a workflow's launch plans cannot be registered here, or "" if registration is possible."""
     if workflow in (RELEASING, MONITORING) and not os.environ.get(REGISTRY_VARIABLE):
         return f"{REGISTRY_VARIABLE} is not set"
     engine = workflow.removesuffix("_training_wf")

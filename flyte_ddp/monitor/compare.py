@@ -137,7 +137,7 @@ def rate_unusual_samples(
     """Return how unusual each sample of the window is, [n]. Higher numbers are more unusual.
 
     The number is the sum of -log(share) over the columns. The share is of the reference's samples that have an equal
-    category, or that lie in the tails of the distribution beyond the number. The share of a single sample is the least.
+    category, or that lie in the tails of the distribution beyond the number. A share counts as at least one sample.
     """
     found = np.zeros(len(next(iter(window.values()))))
     for name, values in reference.items():

@@ -143,10 +143,11 @@ def p_value_by_permutations(objective: Objective, columns: Columns, held_out: Co
 def p_value_from_held_out_score(
     objective: Objective, columns: Columns, score: float, held_out: HeldOut
 ) -> float | None:
-    """Return the p-value of a worse accuracy, RMSE or perplexity if only the held-out score is known, else None.
+    """Return the p-value of a worse main measure, from the held-out score without the held-out samples.
 
-    Also returns None if all scores of the window are equal. An accuracy is tested by Fisher's exact test. For RMSE and
-    perplexity, means are assumed to be normally distributed, and the held-out scores to vary as much as the window's.
+    An accuracy is tested by Fisher's exact test. For RMSE and perplexity, means are assumed to be normally distributed,
+    and the held-out scores to vary as much as the window's. Returns None for other measures, or if all scores of the
+    window are equal.
     """
     samples = len(columns["loss"])
     if is_accuracy(objective):

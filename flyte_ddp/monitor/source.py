@@ -44,8 +44,8 @@ class WindowSource(CheckedFields, called="window setting"):
         """Return a copy with the fields of strftime filled in by ``time``, in UTC, less ``hours_back``.
 
         Raises:
-            UserError: Not exactly one kind is given, a data set and a truth are given, or a percent sign begins no
-                field.
+            UserError: Not exactly one of images, dataset and table is given, or both dataset and truth are given. A
+                percent sign begins no field.
         """
         if sum(bool(getattr(self, kind)) for kind in KINDS) != 1:
             given = ", ".join(f"{kind}={getattr(self, kind)!r}" for kind in KINDS)

@@ -79,7 +79,7 @@ class CheckpointStore:
         Returns None without checkpoints. Makes up to 4 tries of each request, and prints the pauses between tries.
 
         Raises:
-            UserError: Checkpoints cannot be listed or read, or this attempt would be futile.
+            UserError: Checkpoints cannot be listed or read, or too many earlier attempts made no progress.
             UnreachableError: The blob store has an outage, or other attempts replaced the checkpoints.
         """
         try:

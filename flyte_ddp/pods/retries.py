@@ -87,7 +87,7 @@ def sync_checkpoints_with_store(
             call back when the outputs are written. The default calls back at once.
 
     Raises:
-        UserError: Checkpoints cannot be listed or read, or this attempt would be futile.
+        UserError: Checkpoints cannot be listed or read, or too many earlier attempts made no progress.
         UnreachableError: The blob store has an outage, or other attempts replaced the checkpoints.
     """
     run = run_folder.name

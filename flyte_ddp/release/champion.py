@@ -45,7 +45,7 @@ def evaluate_stored_version(
         with tempfile.TemporaryDirectory() as folder:
             files = download_version(registry, name, Path(folder), manifest)
             model = SavedModel(*files, challenger.settings, challenger.bad_samples)
-        if not checks.check_same_task(Task.from_sidecar(challenger.sidecar), Task.from_sidecar(model.sidecar)).passed:
+        if not checks.judge_same_task(Task.from_sidecar(challenger.sidecar), Task.from_sidecar(model.sidecar)).passed:
             return model, None
         threshold = model.objective.facts.threshold
         if model.classes != challenger.classes:
@@ -81,7 +81,7 @@ def read_judged_samples(registry: Registry, version: Version) -> JudgedSamples |
     return JudgedSamples.read(registry.read_version_file(version, SAMPLES))
 
 
-def check_champion_unchanged(
+def judge_champion_unchanged(
     today: Evaluation, released: Verdict, judged: JudgedSamples | None, digests: Digests
 ) -> list[Check]:
     """Return the Checks that the champion still answers as at its release.
@@ -99,11 +99,11 @@ def check_champion_unchanged(
     if judged is not None:
         then, now = match_samples(judged.tested, digests)
         answers = judged.answers[then], rate_answers(today)[now]
-        found.append(checks.check_repeated_answers(*answers, classifies=today.classifies))
+        found.append(checks.judge_repeated_answers(*answers, classifies=today.classifies))
     sign = 1 if is_higher_better(today.objective) else -1
     was_above = any(check.passed for check in released.checks if check.name == checks.ABOVE_CONSTANT)
     if released.has_score_of(today.objective.main_measure) and released.constant_score is not None:
         was_above = sign * released.challenger_score > sign * released.constant_score
-    if (above := checks.check_champion_above_constant(today, was_above=was_above)) is not None:
+    if (above := checks.judge_champion_above_constant(today, was_above=was_above)) is not None:
         found.append(above)
     return found

@@ -1,4 +1,4 @@
-"""Checks of whole models. Each ``check_*`` function returns a Check, which passes or fails, and raises nothing."""
+"""Checks of whole models. Each ``judge_*`` function returns a Check, which passes or fails."""
 
 import math
 
@@ -28,7 +28,7 @@ def compare_evaluations(
     return compare_scores(mine.scores[part], theirs.scores[part], names, is_loss=is_loss, countable=countable)
 
 
-def check_same_task(challenger: Task, champion: Task) -> Check:
+def judge_same_task(challenger: Task, champion: Task) -> Check:
     """Return the Check that users of the champion can use the challenger without a change.
 
     Objective, classes and input must be the same. The order of the classes may differ if the outputs can be reordered.
@@ -44,7 +44,7 @@ def check_same_task(challenger: Task, champion: Task) -> Check:
     return Check("objective, classes and input", not changed, shown=shown, rule="the same", reason=reason)
 
 
-def check_finite_outputs(challenger: Evaluation) -> Check:
+def judge_finite_outputs(challenger: Evaluation) -> Check:
     """Return the Check that no output is NaN or infinite. The reason names the first sample that fails."""
     bad = np.flatnonzero(~challenger.finite)
     reason = f"sample {challenger.ids[bad[0]] if challenger.ids else bad[0]} gives NaN or infinity" if len(bad) else ""
@@ -52,7 +52,7 @@ def check_finite_outputs(challenger: Evaluation) -> Check:
     return Check("finite", not len(bad), len(bad), 0, shown, "none", reason)
 
 
-def check_min_score(challenger: Evaluation, policy: Policy) -> Check:
+def judge_min_score(challenger: Evaluation, policy: Policy) -> Check:
     """Return the Check that the main measure is at least the policy's ``min_score``, or at most if less is better.
 
     The Check always passes if ``min_score`` is 0.
@@ -70,8 +70,9 @@ def compare_with_best_constant(found: Evaluation) -> tuple[ScoreDifferences, str
     """Compare a model with the best answer that is the same for every sample. ``found`` is the model's evaluation.
 
     Returns:
-        Three values, or None if no constant answer is known: the differences, which are positive where the model is
-        better. A text with both scores. The constant answer's main measure, or None if only its loss is known.
+        The differences of the scores, which are positive where the model is better. A text with both scores. The
+        constant answer's main measure, or None if only the answer's loss is known. Returns None in place of the three
+        values if no constant answer is known.
 
     Raises:
         UserError: The scores of the samples cannot be computed.
@@ -91,7 +92,7 @@ def compare_with_best_constant(found: Evaluation) -> tuple[ScoreDifferences, str
     return ScoreDifferences(values, "loss", NUMBERS), text, None
 
 
-def check_above_constant(challenger: Evaluation, alpha: float) -> Check:
+def judge_above_constant(challenger: Evaluation, alpha: float) -> Check:
     """Return the Check that the challenger is better than the best constant answer.
 
     The Check passes if the p-value of the difference is at most ``alpha``, or if no constant answer is known.
@@ -101,10 +102,10 @@ def check_above_constant(challenger: Evaluation, alpha: float) -> Check:
         reason = "the best constant answer is unknown, so the model was not compared with a constant answer"
         return Check(name, True, shown="unknown", reason=reason)
     p = compared[0].p_value_of_gain()
-    return check_p_value(name, p, alpha, "" if p <= alpha else compared[1])
+    return judge_p_value(name, p, alpha, "" if p <= alpha else compared[1])
 
 
-def check_champion_above_constant(champion: Evaluation, *, was_above: bool) -> Check | None:
+def judge_champion_above_constant(champion: Evaluation, *, was_above: bool) -> Check | None:
     """Return the Check that the champion is not worse than the best constant answer, or None if unknown.
 
     The Check fails if the p-value for a worse champion is below DISTINCT (0.001).
@@ -124,7 +125,7 @@ def check_champion_above_constant(champion: Evaluation, *, was_above: bool) -> C
     return Check(name, not (worse and was_above), p, DISTINCT, shown, rule, reason)
 
 
-def check_repeated_answers(then: Floats, now: Floats, *, classifies: bool) -> Check:
+def judge_repeated_answers(then: Floats, now: Floats, *, classifies: bool) -> Check:
     """Return the Check that the champion's answers on samples of its release have not changed beyond chance.
 
     The Check fails if a two-sided p-value is below DISTINCT (0.001). The Check passes without samples.
@@ -150,21 +151,21 @@ def check_repeated_answers(then: Floats, now: Floats, *, classifies: bool) -> Ch
     return Check(name, passed, p, DISTINCT, shown, rule, "" if passed else reason)
 
 
-def check_superior(differences: ScoreDifferences, alpha: float) -> Check:
+def judge_superior(differences: ScoreDifferences, alpha: float) -> Check:
     """Return the Check that the challenger beats the champion with a p-value of at most ``alpha``.
 
     The test is McNemar's exact test for scores of 0 and 1, and otherwise a sign-flip test.
     """
     p = differences.p_value_of_gain()
     reason = f"{differences.describe()} (p {format_p_value(p)}, must be at most {alpha:.3g})"
-    return check_p_value("superior", p, alpha, reason)
+    return judge_p_value("superior", p, alpha, reason)
 
 
-def check_p_value(name: str, p: float, alpha: float, reason: str) -> Check:
+def judge_p_value(name: str, p: float, alpha: float, reason: str) -> Check:
     return Check(name, p <= alpha, p, alpha, f"p {format_p_value(p)}", f"p at most {alpha:.3g}", reason)
 
 
-def check_not_worse(name: str, differences: ScoreDifferences, margin: float, alpha: float) -> Check:
+def judge_not_worse(name: str, differences: ScoreDifferences, margin: float, alpha: float) -> Check:
     """Return the Check that the challenger loses less than ``margin`` to another model.
 
     The test is a lower confidence bound of the difference, of confidence 1 - ``alpha``.
@@ -181,7 +182,7 @@ def check_not_worse(name: str, differences: ScoreDifferences, margin: float, alp
     return Check(f"not worse than the {name}", bound > -margin, value, -margin, shown, rule, reason)
 
 
-def check_export(found: Comparison | str, *, required: bool) -> Check:
+def judge_export(found: Comparison | str, *, required: bool) -> Check:
     """Return the Check that the ONNX gives torch's outputs. Unless an ONNX is ``required``, the Check always passes.
 
     ``found`` is the comparison with torch, or the reason why the export failed.

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.text.formatting import format_count
 from flyte_ddp.release import checks
-from flyte_ddp.release.champion import check_champion_unchanged, evaluate_stored_version, read_judged_samples
+from flyte_ddp.release.champion import evaluate_stored_version, judge_champion_unchanged, read_judged_samples
 from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.judgement import Challenge, Decision, Judgement, choose_alpha, set_challenger_scores
 from flyte_ddp.release.policy import LEAVE_OUT, NOT_WORSE
@@ -20,7 +20,7 @@ from flyte_ddp.release.scores import is_higher_better
 from flyte_ddp.release.slices import group_by_slice
 from flyte_ddp.release.task import Task
 from flyte_ddp.release.verdict import KEPT, NO_COMPARISON, PROMOTED, Check, Verdict
-from flyte_ddp.release.vetoes import LEAST_SAMPLES, check_vetoes
+from flyte_ddp.release.vetoes import LEAST_SAMPLES, judge_vetoes
 
 BEST = "best version ever"
 
@@ -43,7 +43,7 @@ def compare_with_champion(challenge: Challenge, judgement: Judgement, ours: Eval
     registry, policy, model = challenge.registry, challenge.policy, challenge.model
     data, verdict = challenge.data, judgement.verdict
     champion, theirs = evaluate_stored_version(registry, entry.version, entry.manifest, model, data)
-    same = checks.check_same_task(Task.from_sidecar(model.sidecar), Task.from_sidecar(champion.sidecar))
+    same = checks.judge_same_task(Task.from_sidecar(model.sidecar), Task.from_sidecar(champion.sidecar))
     verdict.checks.append(same)
     if theirs is None:
         return KEPT, same.reason
@@ -59,7 +59,7 @@ def compare_with_champion(challenge: Challenge, judgement: Judgement, ours: Eval
     # The answers of an objective without classes are losses, which depend on the weights of classes.
     is_comparable = theirs.classifies or champion.sidecar.class_weights == model.sidecar.class_weights
     answers = judged if is_comparable else None
-    unchanged = check_champion_unchanged(theirs, released, answers, judgement.test_digests)
+    unchanged = judge_champion_unchanged(theirs, released, answers, judgement.test_digests)
     if not challenge.may_promote:  # other data may have the same ids by chance
         unchanged = [replace(check, passed=True, rule="") for check in unchanged]
     verdict.checks += unchanged
@@ -148,16 +148,16 @@ def decide_by_tests(
     """
     policy, model, verdict = challenge.policy, challenge.model, judgement.verdict
     comparisons = {name: checks.compare_evaluations(ours, other) for name, other in others.items()}
-    verdict.checks.append(checks.check_min_score(ours, policy))
+    verdict.checks.append(checks.judge_min_score(ours, policy))
     if not np.any(comparisons["champion"].values):
         return KEPT, "both models have the same score on each sample"
     alpha = choose_alpha(challenge, verdict)
     if policy.rule == NOT_WORSE:
-        decisive = [checks.check_not_worse(name, comparisons[name], policy.margin, alpha) for name in comparisons]
+        decisive = [checks.judge_not_worse(name, comparisons[name], policy.margin, alpha) for name in comparisons]
     else:
-        decisive = [checks.check_superior(comparisons["champion"], alpha)]
+        decisive = [checks.judge_superior(comparisons["champion"], alpha)]
     verdict.checks += decisive
-    vetoes, judgement.part_checks = check_vetoes(ours, others["champion"], model.classes, slices, policy)
+    vetoes, judgement.part_checks = judge_vetoes(ours, others["champion"], model.classes, slices, policy)
     verdict.checks += vetoes
     sign = 1 if is_higher_better(model.objective) else -1
     # A best version that was not evaluated stays the best, because otherwise small losses would add up.

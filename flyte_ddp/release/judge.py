@@ -124,17 +124,17 @@ def evaluate_and_decide(challenge: Challenge, judgement: Judgement) -> Decision:
         reason = describe_model_error(ours.monitoring_error)
         challenge.print_note(f"the version gets no {REFERENCE}, so monitor_wf cannot monitor the version: {reason}")
     set_challenger_scores(verdict, ours)
-    finite = checks.check_finite_outputs(ours)
+    finite = checks.judge_finite_outputs(ours)
     verdict.checks.append(finite)
     if not finite.passed:
         return KEPT, finite.reason
     if entry is None:
-        above = checks.check_above_constant(ours, choose_alpha(challenge, verdict))
-        verdict.checks += [checks.check_min_score(ours, policy), above]
+        above = checks.judge_above_constant(ours, choose_alpha(challenge, verdict))
+        verdict.checks += [checks.judge_min_score(ours, policy), above]
         verdict.best = model.digest
         return PROMOTED, f"there is no champion yet, and {above.reason or f'the model is {above.name}'}"
     if entry.version == model.digest:
-        verdict.checks.append(checks.check_min_score(ours, policy))
+        verdict.checks.append(checks.judge_min_score(ours, policy))
         measure = ours.objective.main_measure
         return KEPT, f"this model is the champion, with {name_measure(measure)} {format_measure(measure, ours.score)}"
     version = entry.version[:12]
@@ -159,4 +159,4 @@ def export_challenger(challenge: Challenge, judgement: Judgement, folder: Path) 
         found: Comparison | str = export_model(challenge.model, challenge.data, folder)
     except NotExportedError as error:
         found = str(error)
-    judgement.verdict.checks.append(checks.check_export(found, required=policy.export == REQUIRED))
+    judgement.verdict.checks.append(checks.judge_export(found, required=policy.export == REQUIRED))

@@ -58,7 +58,7 @@ class Verdict(DataClassJsonMixin):
 
     @property
     def outcome(self) -> str:
-        """The reason, the champion's scores at its release and today, and the changes of the data."""
+        """A text with the reason, the champion's scores at its release and today, and the changes of the data."""
         parts = [self.reason]
         if self.champion_at_release is not None and self.decision != NO_COMPARISON:
             now, then = (format_measure(self.measure, each) for each in (self.champion_score, self.champion_at_release))

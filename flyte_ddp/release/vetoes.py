@@ -20,7 +20,7 @@ LEAST_SAMPLES = 30  # of a class or slice that is tested: with fewer, 5 points a
 PLURAL = {"class": "classes", "label": "labels", "slice": "slices"}
 
 
-def check_vetoes(
+def judge_vetoes(
     challenger: Evaluation,
     champion: Evaluation,
     classes: Sequence[str],
@@ -54,10 +54,10 @@ def check_vetoes(
     if labels := compare_labels(classes, challenger, champion):
         comparisons["label" if isinstance(challenger.objective, Multilabel) else "class"] = labels
     for kind, of_kind in comparisons.items():
-        check, of_parts[kind] = check_parts_not_worse(kind, of_kind, policy)
+        check, of_parts[kind] = judge_parts_not_worse(kind, of_kind, policy)
         found.append(check)
     if challenger.classifies and champion.classifies:
-        found.append(check_likelihood(challenger, champion, policy))
+        found.append(judge_likelihood(challenger, champion, policy))
     return found, of_parts
 
 
@@ -96,7 +96,7 @@ def compare_labels(classes: Sequence[str], challenger: Evaluation, champion: Eva
     }
 
 
-def check_parts_not_worse(
+def judge_parts_not_worse(
     kind: str, comparisons: Mapping[str, ScoreDifferences], policy: Policy
 ) -> tuple[Check, list[Check]]:
     """Return the Check that the challenger is not clearly worse on any part of the samples, and each part's Check.
@@ -133,7 +133,7 @@ def check_parts_not_worse(
     return replace(summary, passed=not vetoes), rows
 
 
-def check_likelihood(challenger: Evaluation, champion: Evaluation, policy: Policy) -> Check:
+def judge_likelihood(challenger: Evaluation, champion: Evaluation, policy: Policy) -> Check:
     """Return the Check that the mean negative log-likelihood does not rise too much. Both models must be classifiers.
 
     The Check passes if the rise is at most the policy's ``nll_rise``. The Check also passes if the lower 1 - ``alpha``

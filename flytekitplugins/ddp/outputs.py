@@ -193,7 +193,7 @@ def to_plain(value: Any) -> Any:
 
 
 def to_plain_parts(value: Any, *_: Any) -> Any:
-    """Return a value that is written as JSON in plain parts: arrays as lists, also arrays with a single number."""
+    """Return a value with arrays as lists, and with numbers, texts and times as Python objects, at any depth."""
     if getattr(value, "ndim", 0) and hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Mapping):

@@ -11,7 +11,7 @@ from sklearn import metrics
 from torch import Tensor
 
 from flyte_ddp.objectives import HIGHER, Classification, Facts, Multilabel, Objective
-from flyte_ddp.release.checks import check_above_constant, compare_evaluations
+from flyte_ddp.release.checks import compare_evaluations, judge_above_constant
 from flyte_ddp.release.evaluation import Evaluation, evaluate_best_constant
 
 N, CLASSES = 400, ("no", "yes")
@@ -60,8 +60,8 @@ def test_a_model_that_never_names_the_rare_class_is_judged_by_its_auroc() -> Non
     assert (good.columns["prediction"] == 0).all()
     assert good.score == pytest.approx(metrics.roc_auc_score(good.columns["truth"], logits_of(1.4)[0][:, 1]))
     assert 0.8 < good.score < 0.9
-    assert check_above_constant(good, 0.03).passed
-    check = check_above_constant(noise, 0.03)
+    assert judge_above_constant(good, 0.03).passed
+    check = judge_above_constant(noise, 0.03)
     assert not check.passed
     assert check.reason.startswith("the best constant answer has own 0.5, and the model has 0.")
     pair = compare_evaluations(better, good)
@@ -97,5 +97,5 @@ def test_the_best_constant_answer_of_several_labels_names_them_all() -> None:
     constant = evaluate_best_constant(model)
     assert constant is not None
     assert constant.score == pytest.approx(metrics.f1_score(truth, np.ones((N, 2)), average="macro"))
-    assert check_above_constant(model, 0.03).passed
-    assert not check_above_constant(evaluate(objective, torch.full((N, 2), 1.0), truth), 0.03).passed
+    assert judge_above_constant(model, 0.03).passed
+    assert not judge_above_constant(evaluate(objective, torch.full((N, 2), 1.0), truth), 0.03).passed

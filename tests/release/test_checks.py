@@ -30,7 +30,7 @@ def check_classes(
     one, other = (answers(correct, labels, len(names)) for correct in (challenger, champion))
     parts = {name: np.flatnonzero(labels == place) for place, name in enumerate(names)}
     pairs = {name: checks.compare_evaluations(one, other, part) for name, part in parts.items()}
-    return vetoes.check_parts_not_worse("class", pairs, Policy(**policy))
+    return vetoes.judge_parts_not_worse("class", pairs, Policy(**policy))
 
 
 def test_a_class_that_loses_is_a_veto_that_names_it() -> None:
@@ -41,7 +41,7 @@ def test_a_class_that_loses_is_a_veto_that_names_it() -> None:
     challenger[of_three] = True
     challenger[of_three[:100]] = False  # 10 points of 1,000 samples
     challenger[(LABELS == 3) & ~champion] = False
-    assert checks.check_superior(compare_scores(challenger, champion, "accuracy"), 0.05).passed
+    assert checks.judge_superior(compare_scores(challenger, champion, "accuracy"), 0.05).passed
     found, rows = check_classes(challenger, champion, LABELS, NAMES)
     assert not found.passed
     assert found.reason.startswith("class 'class 3' loses: -10.00 points")
@@ -53,7 +53,7 @@ def test_no_p_value_is_0() -> None:
     """Of 1,200 samples gained and none lost it is 2**-1200, which no float holds."""
     pair = compare_scores(np.ones(1200), np.zeros(1200), "accuracy")
     assert pair.p_value_of_gain() == 0
-    found = checks.check_superior(pair, 0.05)
+    found = checks.judge_superior(pair, 0.05)
     assert found.passed
     assert found.shown == "p < 1e-300"
     assert found.reason.startswith("+100.00 points: 1,200 samples gained and 0 lost of 1,200 (p < 1e-300, ")
@@ -74,7 +74,7 @@ def test_models_are_compared_only_on_the_same_task() -> None:
     sidecar = make_sidecar()
     task = Task.from_sidecar(sidecar)
     of_other_data = Task.from_sidecar(make_sidecar(replace(TINY, mean=(0.4,))))
-    assert checks.check_same_task(of_other_data, task).passed
+    assert checks.judge_same_task(of_other_data, task).passed
     for name, other in {
         "objective": replace(sidecar, objective="multilabel"),
         "objective options": replace(sidecar, options={"objective": {"gamma": 2}}),
@@ -82,10 +82,10 @@ def test_models_are_compared_only_on_the_same_task() -> None:
         "target shape": replace(sidecar, target_shape=[2]),
         "input": make_sidecar(replace(TINY, channels=3)),
     }.items():
-        assert f"the {name} changed" in checks.check_same_task(Task.from_sidecar(other), task).reason
-    assert checks.check_same_task(Task.from_sidecar(replace(sidecar, classes=["b", "a"])), task).passed
+        assert f"the {name} changed" in checks.judge_same_task(Task.from_sidecar(other), task).reason
+    assert checks.judge_same_task(Task.from_sidecar(replace(sidecar, classes=["b", "a"])), task).passed
     of_tokens = [Task.from_sidecar(make_sidecar(objective="language", classes=[*names])) for names in ("ba", "ab")]
-    assert "the classes changed" in checks.check_same_task(*of_tokens).reason, "their numbers are the model's input"
+    assert "the classes changed" in checks.judge_same_task(*of_tokens).reason, "their numbers are the model's input"
 
 
 def test_likelihoods_and_scores_are_those_of_their_definitions() -> None:
@@ -110,7 +110,7 @@ def test_a_rise_counts_where_it_is_large_and_no_chance() -> None:
 
     def rises(after: np.ndarray, before: np.ndarray, limit: float) -> bool:
         pair = (SimpleNamespace(columns={"nll": torch.from_numpy(values)}) for values in (after, before))
-        return not vetoes.check_likelihood(*pair, Policy(nll_rise=limit)).passed
+        return not vetoes.judge_likelihood(*pair, Policy(nll_rise=limit)).passed
 
     assert rises(before + 0.1, before, 0.05)
     assert not rises(before + 0.01, before, 0.05), "small"

@@ -214,7 +214,7 @@ def test_a_champion_that_never_was_above_a_constant_answer_blocks_nothing() -> N
     logits = functional.one_hot(1 - truth, 2).float() * 5
     found = Evaluation.from_batches(objective, [(logits, truth, 100)])
     for was_above, passed in ((True, False), (False, True)):
-        check = checks.check_champion_above_constant(found, was_above=was_above)
+        check = checks.judge_champion_above_constant(found, was_above=was_above)
         assert check is not None
         assert check.passed is passed
         assert "90.00" in check.reason
@@ -226,15 +226,15 @@ def test_answers_are_compared_as_mcnemars_test_does() -> None:
     now = then.copy()
     now[:12] = 1 - now[:12]
     gained, lost = int((now > then).sum()), int((now < then).sum())
-    check = checks.check_repeated_answers(then, now, classifies=True)
+    check = checks.judge_repeated_answers(then, now, classifies=True)
     assert check.value == pytest.approx(binomtest(gained, gained + lost).pvalue)
     assert check.passed
     now[:40] = 0
-    assert not checks.check_repeated_answers(then, now, classifies=True).passed
+    assert not checks.judge_repeated_answers(then, now, classifies=True).passed
     losses = -random.exponential(size=400)
     noisy = losses * (1 + random.uniform(-0.005, 0.005, 400))
-    assert checks.check_repeated_answers(losses, noisy, classifies=False).value == 1.0, "rounding is no change"
-    assert not checks.check_repeated_answers(losses, losses * 1.5, classifies=False).passed
+    assert checks.judge_repeated_answers(losses, noisy, classifies=False).value == 1.0, "rounding is no change"
+    assert not checks.judge_repeated_answers(losses, losses * 1.5, classifies=False).passed
 
 
 def test_labels_and_masks_are_compared_by_the_names_of_their_classes() -> None:
@@ -289,7 +289,7 @@ def test_a_class_is_compared_by_what_is_right(measure: str) -> None:
     challenger = of_scores(truth, [0.9] * 20 + [0.1] * 20 + [0.1] * 60, measure)
     pair = vetoes.compare_part(challenger, champion, np.arange(40))
     assert (pair.gained, pair.lost, pair.difference) == (0, 20, -0.5)
-    check, _ = vetoes.check_parts_not_worse("class", {"yes": pair}, Policy())
+    check, _ = vetoes.judge_parts_not_worse("class", {"yes": pair}, Policy())
     assert not check.passed
     assert vetoes.is_judged_by_predictions(challenger.objective)
     assert not vetoes.is_judged_by_predictions(of_scores(truth, [0.9] * 100, "auroc").objective)
@@ -304,6 +304,6 @@ def test_another_positive_class_is_another_task() -> None:
         ({"threshold": 0.2}, False),
     ):
         assert (
-            checks.check_same_task(Task.from_sidecar(make_sidecar(classes=["yes", "no"], **values)), task).passed
+            checks.judge_same_task(Task.from_sidecar(make_sidecar(classes=["yes", "no"], **values)), task).passed
             is passed
         )

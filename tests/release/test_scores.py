@@ -34,7 +34,7 @@ from flyte_ddp.release.scores import (
     pseudo_values_of_ratios,
 )
 from flyte_ddp.release.statistics import NUMBERS, POINTS, ScoreDifferences, compare_scores
-from flyte_ddp.release.vetoes import check_parts_not_worse, compare_labels
+from flyte_ddp.release.vetoes import compare_labels, judge_parts_not_worse
 
 LABELS = ("sun", "sea", "fog")
 N = 60
@@ -203,7 +203,7 @@ def test_a_label_that_loses_is_named() -> None:
     worse = logits.clone()
     worse[:, 1] = torch.from_numpy(np.random.default_rng(6).normal(size=N))
     champion, challenger = (evaluate(objective, outputs, truth) for outputs in (logits, worse))
-    check, rows = check_parts_not_worse("label", compare_labels(LABELS, challenger, champion), Policy())
+    check, rows = judge_parts_not_worse("label", compare_labels(LABELS, challenger, champion), Policy())
     assert [row.name for row in rows if not row.passed] == ["sea"]
     assert check.reason.startswith("label 'sea' loses: F1 worse by 0.")
     assert compare_evaluations(challenger, champion).p_value_of_gain() > 0.99
