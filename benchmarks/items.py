@@ -80,7 +80,7 @@ def our_epochs(kind: str, number: int) -> Callable[[int], Iterator[Tensor]]:
 
         def begin(start: int) -> NDArray[Any]:
             samples = order[start : start + BATCH]
-            source.begin(samples, count)
+            source.begin_batch(samples, count)
             return samples
 
         for samples in start_ahead(begin, range(0, number, BATCH), source.batches_ahead):

@@ -155,7 +155,9 @@ def judge_model_files(
             if (evaluation := judgement.full_evaluation) is not None:
                 judgement.identify_samples().write(folder / SAMPLES)
                 if evaluation.monitoring_columns:
-                    Reference(evaluation.monitoring_columns, evaluation.columns).write_file(folder / promotion.REFERENCE)
+                    Reference(evaluation.monitoring_columns, evaluation.columns).write_file(
+                        folder / promotion.REFERENCE
+                    )
     Deck("Verdict", page.read_text(encoding="ascii"))
     paths.print_local_files(f"{judgement.verdict.describe()}; written to", {page: "all checks, to open in a browser"})
     return Judged(judgement.verdict.promotes, judgement.verdict, output_folder(folder))

@@ -100,7 +100,10 @@ class Multilabel(Objective):
         """Return a table's columns: ``prediction`` (the predicted labels as a text) and ``probability_<label>``."""
         probabilities = outputs.sigmoid().cpu()
         names = self.name_labels(probabilities.shape[1])
-        columns, predicted = make_unique_column_names("probability", names), join_label_names(probabilities >= THRESHOLD, names)
+        columns, predicted = (
+            make_unique_column_names("probability", names),
+            join_label_names(probabilities >= THRESHOLD, names),
+        )
         return {"prediction": predicted, **dict(zip(columns, probabilities.T.tolist(), strict=True))}
 
     def top_answers(self, outputs: Any, number: int) -> TableColumns:
