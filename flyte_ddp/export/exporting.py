@@ -48,7 +48,7 @@ class Comparison:
 
     @property
     def tolerance(self) -> float:
-        """The largest difference that is allowed. The value is final when all batches are added."""
+        """The largest allowed difference. The value is final when all batches are added."""
         largest = max(abs(self.lowest), abs(self.highest))
         return TOLERANCE[self.device] * (self.highest - self.lowest) + ROUNDING * largest
 
@@ -57,17 +57,20 @@ class Comparison:
         return self.worst <= self.tolerance
 
     def add_batch(self, of_onnx: NDArray[np.float32], of_torch: NDArray[np.float32]) -> None:
+        """Update the largest difference, and the range of torch's outputs, by the outputs of a batch."""
         differences = np.nan_to_num(np.abs(of_onnx - of_torch), nan=np.inf)
         self.worst = max(self.worst, float(differences.max(initial=0.0)))
         self.lowest = min(self.lowest, float(of_torch.min(initial=np.inf)))
         self.highest = max(self.highest, float(of_torch.max(initial=-np.inf)))
 
 
-def export_model(model: SavedModel, split: PreparedSet, folder: Path) -> Comparison:
-    """Export a model as ONNX, and return the comparison of the output that is furthest from torch's output.
+def export_onnx_if_equal(model: SavedModel, split: PreparedSet, folder: Path) -> Comparison:
+    """Export a model as ONNX, compare the outputs with torch's, and write ``model.onnx`` if they are close enough.
 
-    Distances are relative to the tolerance. Writes ``model.onnx`` into an existing folder if the comparison passes. The
-    ONNX runs on the whole test split in a new process.
+    The ONNX runs on the whole test split, in a new process. ``folder`` must exist.
+
+    Returns:
+        The comparison of the output that is furthest from torch's output, relative to the tolerance.
 
     Raises:
         UnreachableError: The storage of the test split does not answer.
@@ -77,7 +80,7 @@ def export_model(model: SavedModel, split: PreparedSet, folder: Path) -> Compari
     with TemporaryDirectory(dir=folder) as name:  # the file appears in ``folder`` only if the comparison passes
         made = Path(name)
         try:
-            export = export_images_model if split.pictures else export_leaves_model
+            export = write_image_onnx_and_compare if split.pictures else write_tensor_onnx_and_compare
             found = export(model, split, made)
             if found.passed:
                 (made / ONNX).rename(folder / ONNX)
@@ -93,12 +96,12 @@ def export_model(model: SavedModel, split: PreparedSet, folder: Path) -> Compari
     return found
 
 
-def export_images_model(model: SavedModel, data: PreparedSet, folder: Path) -> Comparison:
-    """Write the ONNX of a model of images, and return the comparison with torch on the whole test split.
+def write_image_onnx_and_compare(model: SavedModel, data: PreparedSet, folder: Path) -> Comparison:
+    """Write ``model.onnx`` of a model of images, and compare its outputs with torch's on the whole test split.
 
-    The ONNX crops, resizes and normalises images of any size, and runs in a new process. ``model.onnx`` is written into
-    ``folder`` whatever the comparison finds. Silences loggers, warnings and stderr of this process during the export.
-    Skips images that cannot be decoded. Exceptions of torch's exporters pass through.
+    The ONNX crops, resizes and normalises images of any size. The file is written into ``folder`` whatever the
+    comparison finds. The ONNX runs in a new process. Silences loggers, warnings and stderr of this process during the
+    export. Skips images that cannot be decoded. Exceptions of torch's exporters pass through.
 
     Raises:
         NotExportedError: The extra ``export`` is not installed.
@@ -113,12 +116,16 @@ def export_images_model(model: SavedModel, data: PreparedSet, folder: Path) -> C
     write_onnx(served, example, sizes, folder)
 
     def compute_logits() -> Iterator[Tensor]:
+        """Yield torch's logits for each decoded image of the test split."""
         for batch in read_test_batches(model, data):
             if len(batch.inputs):
                 yield from extract_mask_logits(model.compute_outputs(batch.inputs)).float().cpu()
 
     def make_batches() -> Batches:
-        """Yield each image alone in its original size, with logits. The first image also fills larger BATCH_SIZES."""
+        """Yield each image alone in its original size, with torch's logits.
+
+        The first image is also repeated to larger BATCH_SIZES.
+        """
         images = data.iterate_test_images(model.make_test_opening())
         for place, (image, row) in enumerate(zip(images, compute_logits(), strict=True)):
             coloured = np.repeat(image, served.channels // image.shape[2], axis=2)
@@ -127,59 +134,74 @@ def export_images_model(model: SavedModel, data: PreparedSet, folder: Path) -> C
                 pixels = torch.from_numpy(np.repeat(coloured[None], size, 0))
                 yield {"images": pixels}, {"logits": row.expand(size, *row.shape)}
 
-    return compare_outputs(folder / ONNX, make_batches(), model.device.type)
+    return compare_onnx_with_torch(folder / ONNX, make_batches(), model.device.type)
 
 
-def export_leaves_model(model: SavedModel, data: PreparedSet, folder: Path) -> Comparison:
-    """Write the ONNX of a model of other samples, and return the comparison with torch on the whole test split.
+def write_tensor_onnx_and_compare(model: SavedModel, data: PreparedSet, folder: Path) -> Comparison:
+    """Write ``model.onnx`` of a model of other data than images, and compare its outputs with torch's.
 
-    Torch computes on the CPU, and the ONNX runs in a new process.
+    The comparison uses the whole test split. Torch computes on the CPU, and the ONNX runs in a new process. Silences
+    loggers, warnings and stderr of this process during the export. Exceptions of torch's exporters pass through.
+
+    Raises:
+        NotExportedError: The extra ``export`` is not installed, or the exporter cannot name inputs and outputs.
+        OSError: The file cannot be written, or the ONNX cannot be run.
     """
     on_cpu, _ = artifacts.load_model(*model.files)
     opening = Opening(torch.device("cpu"), model.settings, collate=model.collate, seed=model.seed)
     test, spec = data.open_test_split(opening)
-    assert isinstance(spec, LeavesSpec)  # pictures are exported by export_images_model
+    assert isinstance(spec, LeavesSpec)  # pictures are exported by write_image_onnx_and_compare
     with closing(test.source):
         samples = test.order.samples_at(slice(0, EXAMPLE))
         inputs = test.load_batch(samples).inputs
-        example, served = name_inputs(inputs, spec, model.collate), ServedLeaves(on_cpu, get_leaves_form(inputs)).eval()
-        outputs = write_onnx(served, example, choose_sizes(example, spec, model.collate, len(samples)), folder)
+        example, served = name_input_tensors(inputs, spec, model.collate), ServedLeaves(on_cpu, get_leaves_form(inputs)).eval()
+        outputs = write_onnx(served, example, list_dynamic_sizes(example, spec, model.collate, len(samples)), folder)
         row_bytes = sum(values.nbytes for values in outputs.values()) / len(samples)
 
         def compute_batches() -> Batches:
-            """Yield inputs and torch's outputs of the test split, once for each of BATCH_SIZES that memory allows."""
+            """Yield inputs and torch's outputs for the whole test split.
+
+            Repeats the split with each of BATCH_SIZES that fits into memory.
+            """
             for size in BATCH_SIZES:
                 if size > EXAMPLE and size * row_bytes > BATCH_BYTES:
                     continue
                 for _, batch in test.load_evaluation_batches(size, 0, 1):
-                    named = name_inputs(batch.inputs, spec, model.collate)
+                    named = name_input_tensors(batch.inputs, spec, model.collate)
                     with torch.no_grad():
                         yield named, served(named)
 
-        return compare_outputs(folder / ONNX, compute_batches(), "cpu")
+        return compare_onnx_with_torch(folder / ONNX, compute_batches(), "cpu")
 
 
-def compare_outputs(path: Path, batches: Batches, device: str) -> Comparison:
-    """Run the ONNX on all batches in a new process, and return the comparison of the worst output with torch's.
+def compare_onnx_with_torch(path: Path, batches: Batches, device: str) -> Comparison:
+    """Run an ONNX file on batches in a new process, and return the comparison of the worst output with torch's.
 
-    ``batches`` are pairs of inputs and torch's outputs, each by name. At least one batch is needed. ``device`` is the
-    type of the device on which torch computed. Raises OSError if the ONNX cannot be run.
+    Args:
+        path: The ONNX file.
+        batches: Pairs of inputs and torch's outputs, each by name. At least one batch is needed.
+        device: The type of the device on which torch computed.
+
+    Raises:
+        OSError: The ONNX cannot be run.
     """
     found = defaultdict[str, Comparison](lambda: Comparison(device))
     with OnnxProcess(path, count_cores()) as onnx:
         for inputs, of_torch in batches:
-            of_onnx = onnx.compute_outputs({name: values.numpy() for name, values in inputs.items()})
+            of_onnx = onnx.compute_batch_outputs({name: values.numpy() for name, values in inputs.items()})
             for name, values in of_torch.items():
                 found[name].add_batch(of_onnx[name], values.numpy())
     return max(found.values(), key=lambda each: (not each.passed, each.worst / (each.tolerance or 1)))
 
 
-def name_inputs(inputs: Leaves, spec: LeavesSpec, collate: str) -> dict[str, Tensor]:
-    """Return the leaves of a batch by name, as float32, int64 or bool.
+def name_input_tensors(inputs: Leaves, spec: LeavesSpec, collate: str) -> dict[str, Tensor]:
+    """Return the input tensors of a batch by name, as float32, int64 or bool.
 
-    The names are a dict's keys. A single leaf is ``inputs``, and the leaves of a tuple are ``inputs_0``, ``inputs_1``,
-    ... The last leaf of a padded batch is ``mask``. ``spec`` describes a single sample. Raises NotExportedError if a
-    leaf is not a tensor.
+    The names are a dict's keys. A single tensor is ``inputs``, and the tensors of a tuple are ``inputs_0``,
+    ``inputs_1``, ... The last tensor of a padded batch is ``mask``. ``spec`` describes a single sample.
+
+    Raises:
+        NotExportedError: An input is not a tensor.
     """
     if isinstance(inputs, Mapping):
         named = dict(inputs)
@@ -194,17 +216,17 @@ def name_inputs(inputs: Leaves, spec: LeavesSpec, collate: str) -> dict[str, Ten
     return {name: widen_type(leaf) for name, leaf in named.items()}
 
 
-def choose_sizes(named: Named, spec: LeavesSpec, collate: str, samples: int) -> dict[str, dict[int, Any]]:
-    """Return the dimensions of a batch's leaves that differ between batches, each with a size for the exporter.
+def list_dynamic_sizes(named: Named, spec: LeavesSpec, collate: str, samples: int) -> dict[str, dict[int, Any]]:
+    """Return which dimensions of the input tensors differ between batches, for the exporter.
 
     Args:
-        named: The leaves of a batch by name, as :func:`name_inputs` returns them.
+        named: The tensors of a batch by name, as :func:`name_input_tensors` returns them.
         spec: The description of a single sample.
         collate: The hyperparameter ``collate``. For a user-defined function, the exporter finds the dimensions.
-        samples: The number of samples in the batch. A leaf of another length has no dimension of samples.
+        samples: The number of samples in the batch. A tensor of another length has no dimension of samples.
 
     Returns:
-        By the leaf's name, the sizes by the number of the dimension.
+        For each tensor, by name: the exporter's sizes, by the number of the dimension.
     """
     number = Dim("n", min=1)
     names = named if spec.form != "dict" else (name for name, _ in spec.leaves)

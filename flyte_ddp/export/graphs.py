@@ -33,7 +33,7 @@ def write_onnx(
 ) -> Mapping[str, Tensor]:
     """Write ``model.onnx`` into a folder, and return the module's outputs for the example.
 
-    Silences loggers, warnings and stderr of the process meanwhile. Exceptions of the exporters are not caught.
+    Silences loggers, warnings and stderr of the process meanwhile. Exceptions of the exporters pass through.
 
     Args:
         module: A module in evaluation mode, which maps a dict of inputs to a dict of outputs.
@@ -71,10 +71,12 @@ def write_onnx(
 
 @contextmanager
 def export_recurrent_layers_as_loops(module: nn.Module) -> Iterator[None]:
-    """During the block, torch exports LSTM and GRU layers as loops, which run for any length.
+    """Make torch export LSTM and GRU layers as loops during the block. The loops run for any length.
 
-    Uses private functions of torch. If this torch lacks the functions, raises NotExportedError for a module with these
-    layers, and does nothing for other modules.
+    Uses private functions of torch. If this torch lacks the functions, does nothing for modules without these layers.
+
+    Raises:
+        NotExportedError: This torch lacks the functions, and ``module`` has such a layer.
     """
     try:
         from torch.export import _patches
@@ -92,7 +94,7 @@ def export_recurrent_layers_as_loops(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def silence_torch() -> Iterator[None]:
-    """Silence torch's loggers, Python warnings and sys.stderr of the whole process during the block, in all threads."""
+    """Silence torch's loggers, Python warnings and sys.stderr during the block, in all threads of the process."""
     import torch._dynamo  # noqa: F401  # creates torch's loggers
 
     # Exporters try several ways, and log a traceback for each failure.
@@ -132,10 +134,10 @@ class ServedImages(nn.Module):
         images = inputs["images"]
         if self.middle:
             height, width = images.shape[1], images.shape[2]
-            side = middle_square_side(torch.sym_min(height, width), self.share)
+            side = compute_middle_square_side(torch.sym_min(height, width), self.share)
             images = images.narrow(1, (height - side) // 2, side).narrow(2, (width - side) // 2, side)
-        pixels = resize_rows(images.float(), self.width, rounded=self.middle)
-        pixels = resize_rows(pixels.transpose(1, 2), self.height, rounded=self.middle).transpose(1, 2)
+        pixels = resize_width(images.float(), self.width, rounded=self.middle)
+        pixels = resize_width(pixels.transpose(1, 2), self.height, rounded=self.middle).transpose(1, 2)
         scale, shift = self.get_buffer("scale"), self.get_buffer("shift")
         normal = (pixels * scale + shift).permute(0, 3, 1, 2).contiguous()  # as in training: models may use view()
         return {"logits": extract_mask_logits(self.model(normal)).float()}
@@ -149,15 +151,15 @@ class ServedLeaves(nn.Module):
         self.model, self.form = model, form
 
     def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        return name_outputs(call_with_leaves(self.model, restore_leaves(self.form, inputs)))
+        return name_output_tensors(call_with_leaves(self.model, restore_leaves(self.form, inputs)))
 
 
-def name_outputs(outputs: Any) -> dict[str, Tensor]:
-    """Return the floating-point tensors among a model's outputs by name, as float32. Other values are skipped.
+def name_output_tensors(outputs: Any) -> dict[str, Tensor]:
+    """Return the floating-point tensors among a model's outputs by name, as float32.
 
     A single tensor is ``outputs``, and the tensors of a tuple are ``outputs_0``, ``outputs_1``, ... The tensors of a
-    dict or a dataclass keep their names. Of another object only ``logits`` is returned. Returns {} if there are no such
-    tensors.
+    dict or a dataclass keep their names. Of another object, only ``logits`` is returned. If the outputs have no such
+    tensors, returns {}.
     """
     if isinstance(outputs, Tensor):
         named: Mapping[Any, Any] = {"outputs": outputs}
@@ -176,11 +178,11 @@ def name_outputs(outputs: Any) -> dict[str, Tensor]:
     }
 
 
-def middle_square_side(shorter: Any, share: float) -> Any:
-    """Return the side of the cropped square: ``share`` of the shorter side, rounded as by ``round``, at least 1.
+def compute_middle_square_side(shorter: Any, share: float) -> Any:
+    """Return the side of the middle square: ``share`` of the shorter side, rounded as by ``round``, at least 1.
 
     ``shorter`` is the length of the shorter side, an int or torch's SymInt. ``share`` is at most 1, and a quotient of
-    whole numbers below 1,000. Exporters can follow all operations for a size that is not known yet.
+    whole numbers below 1,000. Exporters can follow all operations for an unknown size.
     """
     part, whole = Fraction(share).limit_denominator(999).as_integer_ratio()
     doubled = 2 * part * shorter + whole  # divided by 2 * whole: the side, halves rounded up
@@ -189,10 +191,10 @@ def middle_square_side(shorter: Any, share: float) -> Any:
     return torch.sym_max(doubled // (2 * whole) - is_odd_half, 1)
 
 
-def resize_rows(pixels: Tensor, size: int, *, rounded: bool) -> Tensor:
-    """Resize images of values 0..255, float32 [N, H, W, C], to [N, H, size, C].
+def resize_width(pixels: Tensor, size: int, *, rounded: bool) -> Tensor:
+    """Resize images float32 [N, H, W, C] to [N, H, size, C]. Values are from 0 to 255.
 
-    With ``rounded`` the pixels are whole numbers, rounded as torch does for uint8.
+    If ``rounded`` is True, the result is whole numbers, rounded as torch does for uint8.
     """
     weights = make_resize_matrix(pixels.shape[2], size)
     if not rounded:
@@ -208,8 +210,8 @@ def resize_rows(pixels: Tensor, size: int, *, rounded: bool) -> Tensor:
 def make_resize_matrix(inputs: Any, outputs: int) -> Tensor:
     """Return the float64 matrix [outputs, inputs] that resizes a row of ``inputs`` pixels to ``outputs`` pixels.
 
-    The weights are of bilinear interpolation with antialiasing, as in torch and Pillow. Each row of weights is a
-    triangle, which reaches 0 at a distance of a pixel of the coarser row. ``inputs`` is an int, or torch's SymInt.
+    The weights are of bilinear interpolation with antialiasing, as in torch and Pillow. The weights of a row form a
+    triangle, as wide as two pixels of the coarser row. ``inputs`` is an int, or torch's SymInt.
     """
     scale = torch.full((), inputs, dtype=torch.float64) / outputs
     centers = (torch.arange(outputs, dtype=torch.float64) + 0.5) * scale

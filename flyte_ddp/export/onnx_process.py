@@ -32,10 +32,11 @@ class OnnxProcess:
         self.process.communicate()
         self.stderr.close()
 
-    def compute_outputs(self, inputs: Arrays) -> Arrays:
-        """Return the outputs of a batch by name. Waits without a timeout.
+    def compute_batch_outputs(self, inputs: Arrays) -> Arrays:
+        """Send a batch to the process, wait without a timeout, and return the outputs by name.
 
-        If the process has ended, raises OSError with the process's last error.
+        Raises:
+            OSError: The process has ended. The text has the process's last error.
         """
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -54,9 +55,9 @@ class OnnxProcess:
 
 
 def serve_outputs_on_stdio(model_path: str, threads: str) -> None:
-    """Read pickled batches from stdin until the end of stdin, and write the outputs of the ONNX to stdout.
+    """Read pickled batches from stdin until stdin ends, and write the outputs of the ONNX file to stdout.
 
-    After the call, this process cannot import torch.
+    Is the main function of the process. After the call, this process cannot import torch.
     """
     sys.modules["torch"] = None  # type: ignore[assignment]  # an import of torch now fails
     import onnxruntime

@@ -49,7 +49,7 @@ from flyte_ddp.predict.prediction_batches import (
 )
 from flyte_ddp.predict.row_batches import read_row_batches
 from flyte_ddp.report.figures import Picture
-from flyte_ddp.report.page import class_colors, color_table, render_template, write_html
+from flyte_ddp.report.page import choose_class_colors, color_table, render_template, write_html
 
 MANY_CLASSES = 100  # or labels; with more, the table lists the likeliest of each sample
 TOP_CLASSES = 5  # that the table then lists by default
@@ -263,7 +263,7 @@ class Predictor:
             facts.append((f"Predicted {classes[1]!r}", shown))
         values = {"facts": facts, "pictured": pictured, "pictures": self.pictures}
         if any(picture.masks for picture in self.pictures):
-            values["legend"] = [*zip(classes, class_colors(len(classes)), strict=True)]
+            values["legend"] = [*zip(classes, choose_class_colors(len(classes)), strict=True)]
         return render_template("preview.html", title=title, heading="Predictions", **values)
 
 

@@ -8,7 +8,7 @@ from flyte_ddp.core.settings import Settings
 from flyte_ddp.core.text.formatting import format_measure, name_measure
 from flyte_ddp.datasets.prepared import open_prepared
 from flyte_ddp.datasets.prepared_folder import TEST_DIGEST, read_description
-from flyte_ddp.export.exporting import Comparison, export_model
+from flyte_ddp.export.exporting import Comparison, export_onnx_if_equal
 from flyte_ddp.export.graphs import NotExportedError
 from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.release import checks
@@ -156,7 +156,7 @@ def export_challenger(challenge: Challenge, judgement: Judgement, folder: Path) 
         return
     challenge.print_note(f"exporting the challenger, and comparing ONNX with torch on {evaluated.samples:,} samples")
     try:
-        found: Comparison | str = export_model(challenge.model, challenge.data, folder)
+        found: Comparison | str = export_onnx_if_equal(challenge.model, challenge.data, folder)
     except NotExportedError as error:
         found = str(error)
     judgement.verdict.checks.append(checks.judge_export(found, required=policy.export == REQUIRED))

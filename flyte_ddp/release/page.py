@@ -19,7 +19,7 @@ from flyte_ddp.predict.predict import restore_images
 from flyte_ddp.predict.prediction_batches import read_test_batches
 from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.judgement import Judgement
-from flyte_ddp.report.figures import Picture, draw_confusions, draw_curves
+from flyte_ddp.report.figures import Picture, draw_two_curves, make_confusion_view
 from flyte_ddp.report.page import render_template, write_html
 
 PICTURED = 12  # samples of each kind
@@ -40,7 +40,7 @@ def write_verdict_page(judgement: Judgement, name: str, path: Path) -> Path:
         models={title: format_measure(verdict.measure, model.score) for title, model in models.items()},
         notes=[f"{title}: {text}" for title, model in models.items() for text in describe_classifier(model)],
         confusions={
-            title: draw_confusions(
+            title: make_confusion_view(
                 count_confusions(*(model.columns[key].long().numpy() for key in ("truth", "prediction"))),
                 judgement.model.classes,
             )
@@ -88,7 +88,7 @@ def draw_ranking_curves(models: Mapping[str, Evaluation], labels: Sequence[str])
         for curve in found.draw_curves([*names])[place::2] if found else ():
             by_name.setdefault(curve.name, {})[title] = curve
     for name, curves in by_name.items():
-        yield name, draw_curves(curves)
+        yield name, draw_two_curves(curves)
 
 
 def describe_reason(reason: str) -> str:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from flyte_ddp.core.text.formatting import format_column, format_percent, format_setting
 from flyte_ddp.core.text.sections import Chart, Confusions, Curve, Histogram, Pictures, Scatter, Section, Table
-from flyte_ddp.report.page import TEMPLATES, class_colors, encode_as_data_uri, render_template
+from flyte_ddp.report.page import TEMPLATES, choose_class_colors, encode_png_data_uri, render_template
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -61,10 +61,11 @@ class Picture:
 def draw_svg(
     plot: Callable[[Any], str], x_label: str, place: tuple[float, ...], *, label_word: str, **options: Any
 ) -> str:
-    """Return an SVG element in the report's style, drawn by ``plot(axes)``, which returns the label of the y axis.
+    """Draw with ``plot(axes)`` in the report's style, and return an SVG element.
 
-    ``place`` is left, bottom, width and height of the axes, as parts of the figure. ``label_word`` joins both labels in
-    a description for screen readers. ``options`` are arguments of matplotlib's Figure.
+    ``plot`` returns the label of the y axis. ``place`` is left, bottom, width and height of the axes, as parts of the
+    figure. A description for screen readers joins both labels by ``label_word``. ``options`` are arguments of
+    matplotlib's Figure.
     """
     from matplotlib import style  # imported late, because the import takes a second
     from matplotlib.figure import Figure
@@ -77,7 +78,7 @@ def draw_svg(
         y_label = plot(axes)
         axes.set_xlabel(x_label)
         axes.set_title(y_label, loc="left", color=MUTED)  # reads better than a label on its side
-        return export_svg(figure, f"{y_label} {label_word} {x_label}")
+        return convert_figure_to_svg(figure, f"{y_label} {label_word} {x_label}")
 
 
 def draw_line_chart(
@@ -94,6 +95,9 @@ def draw_line_chart(
     Lines of more than MAX_POINTS (300) points are drawn as means and ranges of neighbouring points.
 
     Args:
+        series: The lines.
+        x_label: The label of the x axis.
+        y_label: The label of the y axis.
         scale: "linear", "log" or "from 0". A logarithmic scale is used only for positive values, the largest more than
             5 times the smallest.
         x_from: The left end of the x axis.
@@ -145,8 +149,8 @@ def draw_line_chart(
 def draw_parallel_coordinates(names: Sequence[str], rows: Sequence[Sequence[Any]], colors: Sequence[str]) -> str:
     """Return an SVG element with a line for each row, through the ranks of the row's values in each column.
 
-    ``names`` are the names of the columns. ``colors`` has the colour of each row. The first rows are in front. At least
-    one row is needed.
+    ``names`` are the names of the columns. ``colors`` has the colour of each row. The first rows are drawn in front. At
+    least one row is needed.
     """
     places, labels = [], []
     for name, *column in zip(names, *rows, strict=True):
@@ -156,6 +160,7 @@ def draw_parallel_coordinates(names: Sequence[str], rows: Sequence[Sequence[Any]
         labels.append(f"{name}\n{' to '.join(format_setting(values[at].item()) for at in (0, -1))}")
 
     def plot_rows(axes: Any) -> str:
+        """Plot a line for each row, the first row in front, and return the label of the y axis."""
         for row, line in reversed([*enumerate(np.transpose(places))]):
             axes.plot(line, "o-", color=colors[row], linewidth=1.1)
         axes.set_xticks(range(len(labels)), labels)
@@ -165,11 +170,8 @@ def draw_parallel_coordinates(names: Sequence[str], rows: Sequence[Sequence[Any]
     return draw_svg(plot_rows, "", (0.08, 0.16, 0.86, 0.74), label_word="by", figsize=WIDE)
 
 
-def export_svg(figure: "Figure", label: str) -> str:
-    """Return a matplotlib figure as an SVG element without a width.
-
-    ``label`` describes the figure to screen readers.
-    """
+def convert_figure_to_svg(figure: "Figure", label: str) -> str:
+    """Return a matplotlib figure as an SVG element without a width. ``label`` is its text for screen readers."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", dpi=200, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     # The page sets the width. Nothing refers to the groups' ids, which several figures on a page would repeat.
@@ -179,10 +181,14 @@ def export_svg(figure: "Figure", label: str) -> str:
 
 
 def draw_confusion_heatmap(confusion: NDArray[np.int64], classes: Sequence[str]) -> str:
-    """Return a confusion matrix [classes, classes] as an SVG element, with truth in rows and prediction in columns.
+    """Return a confusion matrix as an SVG element, with truth in rows and prediction in columns.
 
     Correct predictions are blue, and mistakes are orange. A cell is darker if it has a larger share of the row. The
     mistake with the largest share has the darkest orange, even if mistakes are rare.
+
+    Args:
+        confusion: The number of samples of each truth and prediction, [classes, classes].
+        classes: The names of the classes.
     """
     from PIL import Image
 
@@ -208,7 +214,7 @@ def draw_confusion_heatmap(confusion: NDArray[np.int64], classes: Sequence[str])
     cells = zip(*np.nonzero(shown), strict=True)  # numbers, white on dark cells
     return render_template(
         "confusion.svg",
-        image=encode_as_data_uri(Image.fromarray(np.stack(channels, axis=2))),
+        image=encode_png_data_uri(Image.fromarray(np.stack(channels, axis=2))),
         names=names,
         cells=[(*cell, confusion[cell], correct[cell] and depth[cell] > 0.55) for cell in cells],
         unit="" if labelled else " (number of the class)",
@@ -247,8 +253,8 @@ class SectionView:
     classes: int = 0  # of the confusions
 
 
-def draw_confusions(counts: NDArray[np.int64], names: Sequence[str]) -> ConfusionView | None:
-    """Return a confusion matrix for the templates, or None if ``counts`` is empty.
+def make_confusion_view(counts: NDArray[np.int64], names: Sequence[str]) -> ConfusionView | None:
+    """Return a confusion matrix, as the templates show it, or None if ``counts`` is empty.
 
     A row of ``counts`` [K, 3] is truth, prediction and number of samples. ``names`` are the names of the classes.
     """
@@ -280,7 +286,7 @@ def draw_confusions(counts: NDArray[np.int64], names: Sequence[str]) -> Confusio
 def plot_curve(axes: Any, section: Curve, color: str = BLUE, label: str = "") -> str:
     """Plot a curve in the unit square with the line of chance, and return the label of the y axis.
 
-    ``label`` is the curve's name in a legend, which the caller draws.
+    ``label`` is the curve's name in a legend. The caller draws the legend.
     """
     axes.plot((0, 1), section.chance, "-", color=MUTED, linewidth=0.8)
     line = "o-" if len(section.x) <= FEW_POINTS else "-"
@@ -308,7 +314,7 @@ def plot_scatter(axes: Any, section: Scatter) -> str:
 
 
 def plot_histogram(axes: Any, section: Histogram) -> str:
-    """Plot counts between edges, with a line at 0 inside the edges. Return "samples", the label of the y axis."""
+    """Plot counts between edges, and return the label of the y axis ("samples"). If 0 is inside, a line is at 0."""
     from matplotlib.ticker import MaxNLocator
 
     edges = np.array(section.edges, dtype=float)
@@ -327,10 +333,11 @@ def draw_chart(section: Chart) -> str:
     return draw_svg(lambda axes: plot(axes, section), section.x_label, PLACE, label_word="against", figsize=SIZE)
 
 
-def draw_curves(curves: Mapping[str, Curve]) -> str:
-    """Return an SVG element with the first two curves of the same axes, and a legend. ``curves`` are by name."""
+def draw_two_curves(curves: Mapping[str, Curve]) -> str:
+    """Return an SVG element with the first two ``curves``, by name, and a legend. The curves have the same axes."""
 
     def plot_curves(axes: Any) -> str:
+        """Plot the first two curves with a legend, and return the label of the y axis."""
         for (name, curve), color in zip(curves.items(), (BLUE, ORANGE), strict=False):
             plot_curve(axes, curve, color, name)
         axes.legend(loc="best")
@@ -340,10 +347,10 @@ def draw_curves(curves: Mapping[str, Curve]) -> str:
     return draw_svg(plot_curves, x_label, PLACE, label_word="against", figsize=SIZE)
 
 
-def draw_sections(
+def make_section_views(
     sections: Sequence[Section], pictures: Mapping[int, Picture], classes: Sequence[str]
 ) -> Iterator[SectionView]:
-    """Yield each section for the template.
+    """Yield each section of a report as the template shows it. Charts are drawn as SVG.
 
     Neighbouring charts with the same title become a single section. If a section cannot be drawn, its text is the
     error.
@@ -356,23 +363,23 @@ def draw_sections(
     for _, grouped in groupby(sections, lambda each: each.title if isinstance(each, Chart) else id(each)):
         group = [*grouped]
         try:
-            yield _draw_group(group, pictures, classes)
+            yield _make_group_view(group, pictures, classes)
         except Exception as error:  # a user-defined objective must not fail a finished training
             title = getattr(group[0], "title", "Confusions")
             yield SectionView(title, f"This section could not be drawn ({type(error).__name__}: {error}).")
 
 
-def _draw_group(group: Sequence[Section], pictures: Mapping[int, Picture], classes: Sequence[str]) -> SectionView:
-    """Return a section, or several charts with the same title, for the template."""
+def _make_group_view(group: Sequence[Section], pictures: Mapping[int, Picture], classes: Sequence[str]) -> SectionView:
+    """Return a section, or several charts with the same title, as the template shows them."""
     section = group[0]
     if isinstance(section, Confusions):
         counts = np.array(section.counts, dtype=np.int64).reshape(-1, 3)
-        return SectionView(confusion=draw_confusions(counts, section.classes), classes=len(section.classes))
+        return SectionView(confusion=make_confusion_view(counts, section.classes), classes=len(section.classes))
     title, text = section.title, section.text
     if isinstance(section, Pictures):
         shown = [pictures[sample] for sample in section.samples if sample in pictures]
         masked = any(picture.masks for picture in shown)
-        legend = [*zip(classes, class_colors(len(classes)), strict=True)] if masked else []
+        legend = [*zip(classes, choose_class_colors(len(classes)), strict=True)] if masked else []
         return SectionView(title, text, pictures=shown, legend=legend)
     if isinstance(section, Table):
         columns = [*zip(*section.rows, strict=True)]

@@ -13,7 +13,7 @@ from flyte_ddp.core.runs.metrics import FunctionStart, TrainingEnd
 from flyte_ddp.core.runs.run_folder import METRICS
 from flyte_ddp.core.text.formatting import format_value
 from flyte_ddp.report.figures import BLUE, Series, draw_line_chart
-from flyte_ddp.report.page import RunRecords, encode_as_data_uri, fit_image, render_template
+from flyte_ddp.report.page import RunRecords, encode_png_data_uri, render_template, resize_to_fit
 
 Points = list[tuple[int, float | None]]  # steps and values; None stands for a value that was not finite
 PICTURES = (".png", ".jpg", ".jpeg", ".gif", ".webp")
@@ -23,15 +23,17 @@ SHOWN_PICTURES, PICTURE_SIDE = 24, 256  # the number of newest pictures, and the
 def render_function_page(folder: Path, name: str, failure: str = "") -> str:
     """Return the HTML page of a user-defined function's run, which may still be running.
 
-    Reads the files of the run's folder. Pictures that cannot be read are skipped. ``name`` is the title, and
-    ``failure`` is the reason if the run has failed. Raises UserError if ``metrics.jsonl`` cannot be read, is damaged,
-    or has no start record.
+    Reads the files of the run's folder. Pictures that cannot be read are skipped. ``name`` is the title. ``failure`` is
+    the reason if the run has failed.
+
+    Raises:
+        UserError: ``metrics.jsonl`` cannot be read, is damaged, has no start record, or is of a training.
     """
     records = RunRecords(folder)
     start, end = records.attempts[-1].start, records.end
     if not isinstance(start, FunctionStart) or isinstance(end, TrainingEnd):
         raise UserError(f"{folder / METRICS} is of a training; give the folder of a user-defined function's run")
-    points = collect_points(records.values)
+    points = group_values_by_name(records.values)
     return render_template(
         "function.html",
         title=name,
@@ -40,17 +42,20 @@ def render_function_page(folder: Path, name: str, failure: str = "") -> str:
         attempts=records.attempts,
         last_step=end.step if end else max(records.values, default=None),
         seconds=end.seconds if end else None if start.time is None else max(0.0, time.time() - start.time),
-        values=[(value, *describe_points(of)) for value, of in points.items()],
-        charts=[(value, chart) for value, of in points.items() if (chart := draw_points(value, of))],
-        pictures=[*list_pictures(folder / results.FOLDER)],
+        values=[(value, *describe_recorded_values(of)) for value, of in points.items()],
+        charts=[(value, chart) for value, of in points.items() if (chart := draw_recorded_values(value, of))],
+        pictures=[*encode_newest_pictures(folder / results.FOLDER)],
         arguments=[
             (argument, json.dumps(given, ensure_ascii=False)) for argument, given in start.hyperparameters.items()
         ],
     )
 
 
-def collect_points(steps: Mapping[int, Mapping[str, float | None]]) -> dict[str, Points]:
-    """Return the recorded values by name, with the steps in ascending order. ``steps`` are the values by step."""
+def group_values_by_name(steps: Mapping[int, Mapping[str, float | None]]) -> dict[str, Points]:
+    """Return the recorded (step, value) pairs by the value's name, in ascending order of steps.
+
+    ``steps`` has the values of each step by name.
+    """
     points: dict[str, Points] = {}
     for step in sorted(steps):
         for name, value in steps[step].items():
@@ -58,10 +63,10 @@ def collect_points(steps: Mapping[int, Mapping[str, float | None]]) -> dict[str,
     return points
 
 
-def list_pictures(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield name and data URI of the newest SHOWN_PICTURES (24) pictures of a folder, oldest first.
+def encode_newest_pictures(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield name and data URI of the newest SHOWN_PICTURES (24) pictures below a folder, oldest first.
 
-    Pictures in subfolders count, too. Files that cannot be read as pictures are skipped.
+    Files that cannot be read as pictures are skipped.
     """
     from PIL import Image
 
@@ -72,12 +77,12 @@ def list_pictures(folder: Path) -> Iterator[tuple[str, str]]:
                 times[path] = path.stat().st_mtime_ns
     for path in sorted(times, key=times.__getitem__)[-SHOWN_PICTURES:]:
         with suppress(Exception), Image.open(path) as image:
-            shown = fit_image(image.convert("RGBA"), PICTURE_SIDE)
-            yield path.relative_to(folder).as_posix(), encode_as_data_uri(shown)
+            shown = resize_to_fit(image.convert("RGBA"), PICTURE_SIDE)
+            yield path.relative_to(folder).as_posix(), encode_png_data_uri(shown)
 
 
-def draw_points(name: str, points: Points) -> str:
-    """Return an SVG element with the finite values of ``points`` by step, or "" unless at least two values differ."""
+def draw_recorded_values(name: str, points: Points) -> str:
+    """Return an SVG chart of the finite values by step, or "" unless at least two values differ."""
     finite = [(step, value) for step, value in points if value is not None]
     if len({value for _, value in finite}) < 2:  # the table shows the last values
         return ""
@@ -86,8 +91,8 @@ def draw_points(name: str, points: Points) -> str:
     return draw_line_chart([Series("", steps, values, BLUE)], x_label="step", y_label="value", scale=scale, x_from=0)
 
 
-def describe_points(points: Points) -> tuple[str, ...]:
-    """Return as texts the last value, the last step, the smallest value and the largest value.
+def describe_recorded_values(points: Points) -> tuple[str, ...]:
+    """Return four texts: the last value, the last step, the smallest value and the largest value.
 
     A value that is not finite is "n/a".
     """

@@ -70,6 +70,7 @@ class RunRecords:
             raise UserError(f"{path} has no start record: give the folder of a run that has started")
 
     def _add_record(self, record: MetricsRecord) -> None:
+        """Add a record of ``metrics.jsonl``. A start record drops later steps than its checkpoint."""
         if isinstance(record, StartRecord):
             self.attempts.append(Attempt(record))
             self.end, checkpoint = None, record.resumed_after_step
@@ -89,69 +90,70 @@ class RunRecords:
 
 
 @functools.cache
-def template_environment() -> Environment:
-    """Return the templates' environment with the pages' filters, such as ``format_measure``, made at the first call."""
+def get_template_environment() -> Environment:
+    """Return jinja2's environment with the pages' templates and filters. Made at the first call."""
     import jinja2  # imported late, because every command would wait for the import
 
     loader = jinja2.FileSystemLoader(TEMPLATES)
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     formats = {name: function for name, function in vars(formatting).items() if name.startswith("format_")}
-    environment.filters |= {**formats, "thumbnail": thumbnail, "mask_thumbnail": mask_thumbnail}
-    environment.filters["mark_code"] = mark_code
+    environment.filters |= {**formats, "thumbnail": encode_thumbnail, "mask_thumbnail": encode_mask_thumbnail}
+    environment.filters["mark_code"] = convert_backticks_to_html
     return environment
 
 
-def mark_code(text: str) -> Markup:
-    """Return a text as escaped HTML, with the parts between backticks as code."""
+def convert_backticks_to_html(text: str) -> Markup:
+    """Return a text as escaped HTML, in which the parts between backticks are ``<code>`` elements."""
     from markupsafe import Markup, escape
 
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))  # noqa: S704 (it is escaped)
 
 
 def render_template(template: str, **values: Any) -> str:
-    """Return a template filled with values, as ASCII text. ``template`` is a file name in the folder ``templates``.
+    """Return a page: a template of the folder ``templates``, filled with ``values``, as ASCII text.
 
     Values are escaped. Characters outside ASCII become HTML references, which are correct in any encoding.
     """
-    text = template_environment().get_template(template).render(values)
+    text = get_template_environment().get_template(template).render(values)
     return text.encode("ascii", "xmlcharrefreplace").decode("ascii")
 
 
 def write_html(path: Path, page: str) -> Path:
-    """Write a page of :func:`render_template`, replacing an existing file, and return the path."""
+    """Write a page of :func:`render_template` to a file, and return the path. Replaces an existing file."""
     with replace_file(path) as file:
         file.write(page.encode("ascii"))
     return path
 
 
-def thumbnail(pixels: NDArray[np.uint8], side: int = 112) -> str:
-    """Return an image uint8 [H, W, C], resized to fit ``side`` x ``side`` pixels, as a data URI (PNG).
+def encode_thumbnail(pixels: NDArray[np.uint8], side: int = 112) -> str:
+    """Return a small copy of an image uint8 [H, W, C] as a data URI (PNG).
 
-    With 3 or more channels, the first three are red, green and blue. Otherwise the first channel is grey.
+    The copy has at most ``side`` x ``side`` pixels. With 3 or more channels, the first three are red, green and blue.
+    Otherwise the first channel is grey.
     """
     from PIL import Image
 
     image = Image.fromarray(np.ascontiguousarray(pixels[:, :, :3] if pixels.shape[2] >= 3 else pixels[:, :, 0]))
-    return encode_as_data_uri(fit_image(image, side))
+    return encode_png_data_uri(resize_to_fit(image, side))
 
 
-def mask_thumbnail(mask: NDArray[Any], side: int = 112) -> str:
-    """Return a mask [H, W] of class numbers in colours, as a data URI (PNG).
+def encode_mask_thumbnail(mask: NDArray[Any], side: int = 112) -> str:
+    """Return a small copy of a mask [H, W] of class numbers, in colours, as a data URI (PNG).
 
-    Ignored pixels are grey. The image fits ``side`` x ``side`` pixels.
+    The copy has at most ``side`` x ``side`` pixels. Ignored pixels are grey.
     """
     from PIL import Image
 
     is_ignored = mask == IGNORED
     classes = np.where(is_ignored, 0, mask).astype(np.int64)
     colors = np.where(is_ignored[..., np.newaxis], np.uint8(GREY), color_table(int(classes.max()) + 1)[classes])
-    return encode_as_data_uri(fit_image(Image.fromarray(colors), side, mix=False))
+    return encode_png_data_uri(resize_to_fit(Image.fromarray(colors), side, mix=False))
 
 
-def fit_image(image: Image, side: int, *, mix: bool = True) -> Image:
-    """Return an image that fits ``side`` x ``side`` pixels: enlarged by a whole multiple, or shrunk.
+def resize_to_fit(image: Image, side: int, *, mix: bool = True) -> Image:
+    """Return an image enlarged by a whole multiple, or shrunk, to fit ``side`` x ``side`` pixels.
 
-    Shrinking changes ``image`` itself. With ``mix`` shrinking mixes the colours of neighbouring pixels.
+    Shrinking changes ``image`` in place. If ``mix`` is True, shrinking mixes the colours of neighbouring pixels.
     """
     from PIL.Image import Resampling
 
@@ -162,14 +164,15 @@ def fit_image(image: Image, side: int, *, mix: bool = True) -> Image:
     return image
 
 
-def encode_as_data_uri(image: Image) -> str:
+def encode_png_data_uri(image: Image) -> str:
+    """Return an image as a data URI of a PNG."""
     buffer = io.BytesIO()
     image.save(buffer, format="PNG")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-def class_colors(count: int) -> list[str]:
-    """Return a colour for each class, such as "#4c566a".
+def choose_class_colors(count: int) -> list[str]:
+    """Return a colour for each of ``count`` classes, such as "#4c566a".
 
     The first colours are fixed. The hues of further colours are chosen by the golden angle.
     """
@@ -182,5 +185,7 @@ def class_colors(count: int) -> list[str]:
 
 
 def color_table(count: int) -> NDArray[np.uint8]:
-    """Return the colours of :func:`class_colors` as uint8 [count, 3]."""
-    return np.array([[*bytes.fromhex(color[1:])] for color in class_colors(count)], dtype=np.uint8).reshape(count, 3)
+    """Return the colours of :func:`choose_class_colors` as uint8 [count, 3]."""
+    return np.array([[*bytes.fromhex(color[1:])] for color in choose_class_colors(count)], dtype=np.uint8).reshape(
+        count, 3
+    )

@@ -19,8 +19,8 @@ from flyte_ddp.core.runs.metrics import FunctionEnd, StepRecord, TrainingStart
 from flyte_ddp.core.runs.run_folder import METRICS, PREDICTIONS
 from flyte_ddp.core.text.formatting import format_measure, format_value, name_measure
 from flyte_ddp.core.text.sections import Section, decode_sections
-from flyte_ddp.report.figures import BLUE, GREEN, ORANGE, Picture, Series, draw_line_chart, draw_sections
-from flyte_ddp.report.page import RunRecords, mark_code, render_template
+from flyte_ddp.report.figures import BLUE, GREEN, ORANGE, Picture, Series, draw_line_chart, make_section_views
+from flyte_ddp.report.page import RunRecords, convert_backticks_to_html, render_template
 
 PARTS = {  # of rank 0's time: name and colour
     "data": ("Data", "#8fb4f0"),
@@ -70,7 +70,7 @@ class Run:
         self.pictures: dict[int, Picture] = {}  # by the number of the sample in the test split
         try:
             if (path := folder / PREDICTIONS).exists():
-                self.sections, self.pictures = read_predictions(path)
+                self.sections, self.pictures = read_sections_and_pictures(path)
         except (OSError, ValueError, TypeError, LookupError) as error:
             raise UserError(f"cannot read {path}: {error}; remove the file or train again") from error
         steps: list[StepRecord] = [*self.evaluations, *self.train]
@@ -86,11 +86,13 @@ class Run:
         self.kept_evaluation = kept[-1] if kept else None
 
 
-def read_predictions(path: Path) -> tuple[list[Section], dict[int, Picture]]:
-    """Return the sections of ``predictions.npz``, and the samples shown in sections, by number and with images.
+def read_sections_and_pictures(path: Path) -> tuple[list[Section], dict[int, Picture]]:
+    """Read ``predictions.npz``: the sections of the report, and by number the samples that the sections show.
 
-    If the file has no such samples, the second result is {}. Raises ValueError, TypeError, LookupError or OSError if
-    the file is damaged or cannot be read.
+    If the sections show no samples, the second result is {}.
+
+    Raises:
+        ValueError, TypeError, LookupError, OSError: The file is damaged or cannot be read.
     """
     arrays = read_arrays(path, PREDICTIONS_BYTES)
     first = int(arrays["table_rows"])  # the rows before are for wandb's table
@@ -99,7 +101,7 @@ def read_predictions(path: Path) -> tuple[list[Section], dict[int, Picture]]:
         return sections, {}
     columns = [arrays[key][first:] for key in ("index", "prediction", "truth", "score", "loss")]
     images = arrays["images"][first:] if "images" in arrays else [None] * len(columns[0])
-    names = sample_names(arrays)[first:]
+    names = decode_sample_names(arrays)[first:]
     masks = [*zip(arrays["true_masks"], arrays["masks"], strict=True)] if "masks" in arrays else [()] * len(names)
     called = arrays["value_columns"].tolist() if "value_columns" in arrays else []
     values = [dict(zip(called, row, strict=True)) for row in arrays["values"].tolist()] if called else []
@@ -113,8 +115,8 @@ def read_predictions(path: Path) -> tuple[list[Section], dict[int, Picture]]:
     return sections, pictures
 
 
-def sample_names(predictions: Mapping[str, NDArray[Any]]) -> list[str]:
-    """Return the names of the samples in ``predictions.npz``, given as arrays by name. A missing name is "".
+def decode_sample_names(predictions: Mapping[str, NDArray[Any]]) -> list[str]:
+    """Return the names of the samples in the arrays of ``predictions.npz``. A missing name is "".
 
     Bytes that are not UTF-8 become U+FFFD.
     """
@@ -125,9 +127,10 @@ def sample_names(predictions: Mapping[str, NDArray[Any]]) -> list[str]:
 
 
 def render_report(run_folder: Path, name: str = "", failure: str = "") -> str:
-    """Return the report of a run, which may still be training, as a self-contained HTML document.
+    """Return the report of a training, which may still be running, as a self-contained HTML document.
 
-    ``name`` is the run's name, by default the folder's name. ``failure`` is the reason if the run has failed.
+    Reads the files of the run folder. ``name`` is the run's name, by default the folder's name. ``failure`` is the
+    reason if the run has failed.
 
     Raises:
         UserError: ``metrics.jsonl`` has no start record, or a file is damaged.
@@ -136,7 +139,7 @@ def render_report(run_folder: Path, name: str = "", failure: str = "") -> str:
     recorded = run.end.seconds if run.end else None
     seconds = {key: max(0.0, getattr(recorded, key)) for key in PARTS} if recorded else {}
     total = sum(seconds.values())
-    charts = [*list_charts(run)]
+    charts = [*make_line_charts(run)]
     return render_template(
         "report.html",
         run=run,
@@ -151,18 +154,20 @@ def render_report(run_folder: Path, name: str = "", failure: str = "") -> str:
             for each in charts
             if any(map(varies, each.lines))
         ],
-        constants=[describe_constant(each.title, each.lines) for each in charts if not any(map(varies, each.lines))],
-        tiles=[*list_tiles(run)],
-        sections=[*draw_sections(run.sections, run.pictures, run.start.classes)],
+        constants=[
+            describe_constant_lines(each.title, each.lines) for each in charts if not any(map(varies, each.lines))
+        ],
+        tiles=[*list_measure_tiles(run)],
+        sections=[*make_section_views(run.sections, run.pictures, run.start.classes)],
         time_spent=[(*PARTS[key], spent, spent / total) for key, spent in seconds.items()] if total else [],
-        settings=hyperparameter_rows(run.start.hyperparameters),
+        settings=list_hyperparameter_rows(run.start.hyperparameters),
     )
 
 
-def list_tiles(run: Run) -> Iterator[tuple[str, str, str]]:
+def list_measure_tiles(run: Run) -> Iterator[tuple[str, str, str]]:
     """Yield label, value and detail of each tile at the top of the report.
 
-    The tiles show the main measure, if the objective has measures, and the loss, both on the test split.
+    The tiles show the loss and, if the objective has measures, the main measure. Both are of the test split.
     """
     kept = run.kept_evaluation
     tested, validated = (kept.test, kept.validation) if kept else ({}, {})
@@ -182,13 +187,15 @@ def list_tiles(run: Run) -> Iterator[tuple[str, str, str]]:
     yield "Test loss", format_test("loss"), f"validation loss {validation}" if validation else ""
 
 
-def list_charts(run: Run) -> Iterator[LineChart]:
-    """Yield the charts of loss, measures, rates, norm and speed that have values."""
-    lines = [make_line("training", BLUE, ((record.step, record.loss) for record in run.train))]
+def make_line_charts(run: Run) -> Iterator[LineChart]:
+    """Yield the report's line charts that have values: loss, measures, learning rate, gradient norm and speed."""
+    lines = [make_chart_line("training", BLUE, ((record.step, record.loss) for record in run.train))]
     for split, color in SPLITS.items():
         points = ((record.step, getattr(record, split).get("loss")) for record in run.evaluations)
-        lines.append(make_line(split, color, points))
-    yield from keep_lines("Loss", lines, x_label="optimiser step", y_label=run.start.loss_unit, scale="log", x_from=0)
+        lines.append(make_chart_line(split, color, points))
+    yield from make_chart_if_any_line(
+        "Loss", lines, x_label="optimiser step", y_label=run.start.loss_unit, scale="log", x_from=0
+    )
     for measure, better in run.measures.items():
         name, factor = name_measure(measure), 100 if measure == "accuracy" else 1
         title = name[:1].upper() + name[1:]
@@ -196,27 +203,33 @@ def list_charts(run: Run) -> Iterator[LineChart]:
         lines = []
         for split, color in SPLITS.items():
             points = ((record.epoch, getattr(record, split).get(measure)) for record in run.evaluations)
-            lines.append(make_line(split, color, points, factor))
-        yield from keep_lines(title, lines, x_label="epoch", y_label=y_label)
+            lines.append(make_chart_line(split, color, points, factor))
+        yield from make_chart_if_any_line(title, lines, x_label="epoch", y_label=y_label)
     for title, y_label, key in (
         ("Learning rate", "learning rate", "learning_rate"),
         ("Gradient norm", "L2 norm of the gradient before clipping", "gradient_norm"),
         ("Training speed", "samples per second, all ranks", "samples_per_second"),
         ("Tokens per second", "tokens per second, all ranks", "tokens_per_second"),
     ):
-        lines = [make_line("", BLUE, ((record.step, getattr(record, key)) for record in run.train))]
-        yield from keep_lines(title, lines, x_label="optimiser step", y_label=y_label, scale="from 0", x_from=0)
+        lines = [make_chart_line("", BLUE, ((record.step, getattr(record, key)) for record in run.train))]
+        yield from make_chart_if_any_line(
+            title, lines, x_label="optimiser step", y_label=y_label, scale="from 0", x_from=0
+        )
 
 
-def make_line(label: str, color: str, points: Iterable[tuple[float, float | None]], factor: int = 1) -> Series:
-    """Return a line through the points (x, y) with a defined y, times ``factor``. The line may have no points."""
+def make_chart_line(label: str, color: str, points: Iterable[tuple[float, float | None]], factor: int = 1) -> Series:
+    """Return a line through the points (x, y) whose y is not None. Each y is multiplied by ``factor``.
+
+    The line may have no points.
+    """
     defined = [(x, factor * y) for x, y in points if y is not None]
     return Series(label, [x for x, _ in defined], [y for _, y in defined], color)
 
 
-def keep_lines(
+def make_chart_if_any_line(
     title: str, lines: Sequence[Series], *, x_label: str, y_label: str, scale: str = "linear", x_from: int | None = None
 ) -> Iterator[LineChart]:
+    """Yield a chart of the lines that have points, or nothing without such lines."""
     if kept := [line for line in lines if line.x]:
         yield LineChart(title, kept, x_label, y_label, scale, x_from)
 
@@ -225,23 +238,26 @@ def varies(line: Series) -> bool:
     return len({*line.y}) > 1
 
 
-def describe_constant(title: str, lines: Sequence[Series]) -> str:
-    """Return the last values of constant lines as text, such as "accuracy 97.5 % (validation), 96.33 % (test)".
+def describe_constant_lines(title: str, lines: Sequence[Series]) -> str:
+    """Return the last value of each line as text, such as "accuracy 97.5 % (validation), 96.33 % (test)".
 
-    ``title`` is the title of the chart that is not drawn.
+    Replaces a chart of constant lines. ``title`` is the title of the chart.
     """
     unit = "\N{NO-BREAK SPACE}%" if title == "Accuracy" else ""
     values = [f"{format_value(line.y[-1])}{unit}" + f" ({line.label})" * bool(line.label) for line in lines]
     return f"{title[:1].lower() + title[1:] if title[1:2].islower() else title} {', '.join(values)}"
 
 
-def hyperparameter_rows(given: Mapping[str, Any]) -> dict[str, list[tuple[str, ...]]]:
-    """Return rows (name, value, default, meaning) of the given hyperparameters, by keys ``changed`` and ``others``."""
+def list_hyperparameter_rows(given: Mapping[str, Any]) -> dict[str, list[tuple[str, ...]]]:
+    """Return table rows (name, value, default, meaning) of hyperparameters, under ``changed`` and ``others``.
+
+    A row is under ``changed`` if the value is not the default.
+    """
     rows: dict[str, list[tuple[str, ...]]] = {"changed": [], "others": []}
     for field in dataclasses.fields(Hyperparameters):
         if field.name in given:
             value, default = given[field.name], field.default
             shown = (json.dumps(each, ensure_ascii=False, default=str) for each in (value, default))
-            row = field.name, *shown, mark_code(field.metadata["doc"])
+            row = field.name, *shown, convert_backticks_to_html(field.metadata["doc"])
             rows["changed" if value != default else "others"].append(row)
     return rows

@@ -66,7 +66,7 @@ def write_sweep_page(sweep: Sweep, done: Sequence[TrialResult], sidecar: Path, f
         full=sum(each.steps for each in reached),
         curves=draw_trial_curves(done, measure, colors, "log" if winner.hp.select_by == "loss" else "linear"),
         space=space,
-        sections=figures.draw_sections(tables if sweep.rungs > 1 else tables[1:], {}, ()),
+        sections=figures.make_section_views(tables if sweep.rungs > 1 else tables[1:], {}, ()),
     )
     (folder / "best.json").write_text(winner.hp.to_json(indent=2) + "\n", encoding="utf-8")
     return write_html(folder / "sweep.html", page)

@@ -19,9 +19,9 @@ def tracking() -> None:
     """Send runs to wandb."""
 
 
-@tracking.command()
+@tracking.command("send")
 @click.argument("run", type=click.Path(exists=True, file_okay=False, resolve_path=True, path_type=Path))
-def send(run: Path) -> None:
+def send_run_to_wandb(run: Path) -> None:
     """Send a run's metrics and table of predictions to wandb as a new wandb run, and print the address.
 
     RUN is the folder of the run, or a copy of the files that a pod has kept. The key, the server, the project and the
@@ -32,7 +32,7 @@ def send(run: Path) -> None:
     except FileNotFoundError:
         raise UserError(f"run {str(run)!r}: has no {METRICS}; give the folder of a run") from None
     process = WandbProcess(run, replace(read_settings(), wandb_timeout=SECONDS), {}, from_start=True)
-    raise SystemExit(not process.finish(SECONDS))
+    raise SystemExit(not process.finish_sending(SECONDS))
 
 
 if __name__ == "__main__":

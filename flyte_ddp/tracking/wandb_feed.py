@@ -27,12 +27,13 @@ RETRY_SECONDS = 30.0  # between attempts to reach the server
 WaitForEnd = Callable[[float], bool]  # waits up to this many seconds; returns whether training has ended
 
 
-def feed_wandb(launcher: Connection[Any, Any]) -> int:
-    """Open the wandb run, log records until training has ended, log the table of predictions, and close the run.
+def send_records_to_wandb(launcher: Connection[Any, Any]) -> int:
+    """Open a wandb run, log a training's records until the training has ended, and close the wandb run.
 
-    ``launcher`` is the connection to the launching process, which sends an Order, and ENDED when training has ended.
-    The launcher receives a Status after each change. The death of the launcher also counts as the end of training.
-    Lowers this process's priority during training. Prints tracebacks to stderr.
+    Also logs the table of predictions at the end. ``launcher`` is the connection to the launching process. The launcher
+    sends an Order at the start, and ENDED when the training has ended, and receives a Status after each change. The
+    death of the launcher counts as ENDED. Lowers this process's priority if the training still runs. Prints tracebacks
+    to stderr.
 
     Returns:
         The exit code: 0, NOTHING_RECORDED, or 1 for a failure.
@@ -46,6 +47,7 @@ def feed_wandb(launcher: Connection[Any, Any]) -> int:
         return launcher.poll(seconds) or os.getppid() != parent
 
     def send_status(**changes: str) -> None:
+        """Change the status, and send it to the launcher, unless the launcher was killed."""
         nonlocal status
         status = replace(status, **changes)
         with suppress(OSError):  # the launcher was killed
@@ -54,42 +56,45 @@ def feed_wandb(launcher: Connection[Any, Any]) -> int:
     if not wait_for_end(0):
         os.nice(10)  # training has priority while it runs
     if order.on_first_record:
-        followed = follow_records(folder, offset, wait_for_end)
+        followed = follow_metrics_file(folder, offset, wait_for_end)
         if not any(record.get("kind") == "record" for record in followed):
             return NOTHING_RECORDED
     try:
-        run = open_wandb_run(arguments, wait_for_end, lambda error: send_status(reason=print_error(error)))
+        run = open_wandb_run_with_retries(
+            arguments, wait_for_end, lambda error: send_status(reason=print_traceback(error))
+        )
         send_status(url=run.url or "", reason="")
-        trained, has_predictions = log_records(run, follow_records(folder, offset, wait_for_end))
+        trained, has_predictions = log_records_to_wandb(run, follow_metrics_file(folder, offset, wait_for_end))
         try:
             if trained and has_predictions:
                 with open_run_file(folder, PREDICTIONS) as file:
-                    run.log({"predictions": predictions_table(file)})
+                    run.log({"predictions": make_predictions_table(file)})
         except Exception as error:  # keep the run without the table
-            send_status(reason=f"no table of predictions: {print_error(error)}")
+            send_status(reason=f"no table of predictions: {print_traceback(error)}")
         run.finish(exit_code=0 if trained else 1)
     except TimeoutError:  # raised by run.finish()
         send_status(reason="the server took too long")
         return 1
     except Exception as error:
-        send_status(reason=print_error(error))
+        send_status(reason=print_traceback(error))
         return 1
     return 0
 
 
-def print_error(error: Exception) -> str:
-    """Print the traceback to stderr, and return the error's type and first line, at most 200 characters."""
+def print_traceback(error: Exception) -> str:
+    """Print an error's traceback to stderr, and return its type and first line, at most 200 characters."""
     traceback.print_exception(error)
     return f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0][:200]
 
 
-def open_wandb_run(
+def open_wandb_run_with_retries(
     arguments: JsonObject, wait_for_end: WaitForEnd, report_error: Callable[[Exception], None]
 ) -> wandb.Run:
-    """Open a wandb run, and retry after errors until training ends, with pauses of 30 s.
+    """Open a wandb run. After an error, wait 30 s and try again, until the training has ended.
 
-    Each error is passed to ``report_error``, and wandb's service of this process is stopped. After the end of training,
-    the error of a last try is raised.
+    Passes each error to ``report_error``, and stops wandb's service of this process. Tries once more after the end of
+    the training, and raises the error of this try. ``wait_for_end`` waits up to the given seconds, and returns whether
+    the training has ended.
     """
     import wandb
 
@@ -105,10 +110,11 @@ def open_wandb_run(
             ended = wait_for_end(RETRY_SECONDS)
 
 
-def log_records(run: wandb.Run, records: Iterable[JsonObject]) -> tuple[bool, bool]:
-    """Log records to the wandb run, and return whether an "end" record came, and whether the run makes predictions.
+def log_records_to_wandb(run: wandb.Run, records: Iterable[JsonObject]) -> tuple[bool, bool]:
+    """Log records to the wandb run, and update the run's config and summary. Removes keys from the records.
 
-    Also updates the run's config and summary. Removes keys from the records.
+    Returns:
+        Whether an "end" record came, and whether the run makes predictions.
     """
     run.define_metric("*", step_metric="step")
     trained = has_predictions = False
@@ -133,11 +139,12 @@ def log_records(run: wandb.Run, records: Iterable[JsonObject]) -> tuple[bool, bo
     return trained, has_predictions
 
 
-def follow_records(run_folder: Path, offset: int, wait_for_end: WaitForEnd) -> Iterator[JsonObject]:
-    """Yield the records of metrics.jsonl from byte ``offset`` on, until training has ended and all records are read.
+def follow_metrics_file(run_folder: Path, offset: int, wait_for_end: WaitForEnd) -> Iterator[JsonObject]:
+    """Yield new records of ``metrics.jsonl``, until the training has ended and all records are read.
 
-    Each ``next()`` may wait for a new record. Lines that are no JSON objects, and lines that were yielded before, are
-    skipped. ``wait_for_end`` waits up to the given seconds, and returns whether training has ended.
+    Starts at byte ``offset``. Each ``next()`` may wait for a new record. Lines that are no JSON objects, and lines that
+    were yielded before, are skipped. ``wait_for_end`` waits up to the given seconds, and returns whether the training
+    has ended.
     """
     first, pending, ended, inode = offset, b"", False, None
     yielded: set[int] = set()  # hashes of lines; any two lines differ in their time
@@ -161,9 +168,10 @@ def follow_records(run_folder: Path, offset: int, wait_for_end: WaitForEnd) -> I
 
 
 def open_run_file(run_folder: Path, name: str) -> BinaryIO:
-    """Open a file of the run for reading: in ``unfinished/`` during training, else in the run folder.
+    """Open a file of a run for reading, from ``unfinished/`` if it exists there, else from the run folder.
 
-    Raises FileNotFoundError if neither folder has the file.
+    Raises:
+        FileNotFoundError: Neither folder has the file.
     """
     try:
         return (run_folder / UNFINISHED / name).open("rb")
@@ -171,16 +179,19 @@ def open_run_file(run_folder: Path, name: str) -> BinaryIO:
         return (run_folder / name).open("rb")
 
 
-def predictions_table(file: BinaryIO) -> wandb.Table:
-    """Return a wandb table of the first test samples with id, image (if any), prediction, truth and scores."""
+def make_predictions_table(file: BinaryIO) -> wandb.Table:
+    """Read ``predictions.npz``, and return a wandb table of the first test samples.
+
+    The columns are id, image (if any), prediction, truth and scores.
+    """
     import numpy as np
     import wandb
 
-    from flyte_ddp.report.report import sample_names
+    from flyte_ddp.report.report import decode_sample_names
 
     with np.load(file, allow_pickle=False) as arrays:
         rows = int(arrays["table_rows"])
-        names, index, images = sample_names(arrays), arrays["index"], arrays.get("images")
+        names, index, images = decode_sample_names(arrays), arrays["index"], arrays.get("images")
         texts, numbers = (arrays[kind].tolist() for kind in ("texts", "numbers"))
         columns = [*arrays["text_columns"].tolist(), *arrays["make_number_columns"].tolist()]
     table = wandb.Table(columns=["id", *(["image"] if images is not None else []), *columns])
@@ -193,4 +204,4 @@ def predictions_table(file: BinaryIO) -> wandb.Table:
 
 
 if __name__ == "__main__":
-    sys.exit(feed_wandb(Connection(int(sys.argv[1]))))
+    sys.exit(send_records_to_wandb(Connection(int(sys.argv[1]))))

@@ -21,12 +21,12 @@ from flyte_ddp.core.machine.process import kill_process_trees
 from flyte_ddp.core.runs.run_folder import METRICS, PREDICTIONS
 from flyte_ddp.core.settings import Settings
 from flyte_ddp.tracking.messages import ENDED, Order, Status
-from flyte_ddp.tracking.wandb_feed import NOTHING_RECORDED, POLL_SECONDS, follow_records, open_run_file
+from flyte_ddp.tracking.wandb_feed import NOTHING_RECORDED, POLL_SECONDS, follow_metrics_file, open_run_file
 
 COMMAND = (sys.executable, "-m", "flyte_ddp.tracking.wandb_feed")
 STOPPED_SECONDS = 5.0  # a pod that must stop has little time left
 LOG = "feed.log"  # what the child and wandb print
-OPEN_SHARE = 0.25  # of the time in finish(), for the server's first answer
+OPEN_SHARE = 0.25  # of the time in finish_sending(), for the server's first answer
 
 
 @contextmanager
@@ -35,11 +35,15 @@ def log_to_wandb(
 ) -> Iterator[None]:
     """Send the run folder's metrics to wandb during the block, by a child process that logs in ``wandb/``.
 
-    Does nothing if wandb is disabled. If wandb is offline, only prints at the end how to send the run. If the child
-    process cannot be started, prints the reason to stderr. At the end waits up to ``settings.wandb_timeout`` seconds
-    for the child, or up to 5 s after a StoppedError, and then kills the child. If the run is not open yet, the limit is
-    a quarter of this time. Prints the location of the run to stderr. With ``on_first_record`` the wandb run is opened
-    only when the user's function records something.
+    If wandb is disabled, does nothing. If wandb is offline, prints at the end how to send the run. If the child process
+    cannot be started, prints the reason to stderr.
+
+    The end of the block waits up to ``settings.wandb_timeout`` seconds for the child, and then kills the child. After a
+    StoppedError the limit is 5 s. If the wandb run is not open yet, the limit is a quarter. Prints the location of the
+    wandb run to stderr.
+
+    If ``on_first_record`` is True, the wandb run is opened when the user's function records something for the first
+    time.
     """
     process, seconds = None, settings.wandb_timeout
     if settings.wandb_mode == "online":
@@ -54,15 +58,15 @@ def log_to_wandb(
         raise
     finally:
         if process is not None:
-            process.finish(seconds)
+            process.finish_sending(seconds)
         elif settings.wandb_mode == "offline":
-            kinds = {record.get("kind") for record in follow_records(run_folder, 0, lambda _: True)}
+            kinds = {record.get("kind") for record in follow_metrics_file(run_folder, 0, lambda _: True)}
             if "record" in kinds or not on_first_record:
-                print_to_stderr(f"wandb: kept offline; {describe_sending(run_folder, settings)}")
+                print_to_stderr(f"wandb: kept offline; {prepare_later_sending(run_folder, settings)}")
 
 
-def make_init_arguments(run_folder: Path, settings: Settings, hyperparameters: Mapping[str, Any]) -> JsonObject:
-    """Return the arguments of ``wandb.init``. Without ``settings.wandb_run_id``, the run's id is random."""
+def make_wandb_init_arguments(run_folder: Path, settings: Settings, hyperparameters: Mapping[str, Any]) -> JsonObject:
+    """Return the arguments of ``wandb.init``. If ``settings.wandb_run_id`` is empty, the run's id is random."""
     return {
         "dir": str(run_folder.absolute()),
         "mode": "online",
@@ -87,7 +91,7 @@ def make_init_arguments(run_folder: Path, settings: Settings, hyperparameters: M
 
 
 class WandbProcess:
-    """The child process that runs wandb for a run folder, started at once. Call :meth:`finish` in a ``finally``.
+    """The child process that runs wandb for a run folder, started at once. End it by :meth:`finish_sending`.
 
     The constructor creates the folder ``wandb`` in the run folder, and raises OSError, ValueError or TypeError if the
     process cannot be started. With ``on_first_record`` the wandb run is opened only when the user's function records
@@ -115,38 +119,39 @@ class WandbProcess:
             self.process = Popen(
                 [*COMMAND, str(childs_pipe.fileno())],
                 cwd=Path(__file__).resolve().parents[2],  # `-m` imports from here first: this copy of flyte_ddp
-                env=wandb_environment(self.folder),
+                env=make_wandb_environment(self.folder),
                 pass_fds=[childs_pipe.fileno()],
                 stdin=DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # a terminal's Ctrl-C does not reach the child
             )
-        arguments = make_init_arguments(run_folder, settings, hyperparameters)
+        arguments = make_wandb_init_arguments(run_folder, settings, hyperparameters)
         self.pipe.send(Order(arguments, offset, on_first_record))
 
-    def receive_status(self) -> bool:
-        """Update ``status`` with the child's messages, and return whether wandb has opened the run."""
+    def update_status(self) -> bool:
+        """Set ``status`` to the child's newest message, and return whether wandb has opened the run. Does not wait."""
         with suppress(EOFError, OSError):  # the child has ended
             while self.pipe.poll():
                 self.status = self.pipe.recv()
         return bool(self.status.url)
 
-    def finish(self, seconds: float) -> bool:
-        """Notify the child that training has ended, wait for the exit, and print the location of the run to stderr.
+    def finish_sending(self, seconds: float) -> bool:
+        """Tell the child that training has ended, wait for its exit, and print the location of the run to stderr.
 
-        Returns whether all records were sent.
+        After ``seconds``, kills the child and its processes. If the wandb run is not open yet, the limit is OPEN_SHARE
+        (a quarter) of ``seconds``. If the user's function has recorded nothing, prints nothing, and removes the empty
+        folder ``wandb``. In a pod, uploads the metrics of an unsent run.
 
-        Kills the child and its processes after ``seconds``. If the run is not open yet, the limit is OPEN_SHARE (a
-        quarter) of ``seconds``. If the child waited for a record in vain, prints nothing, and removes an empty folder
-        ``wandb``.
+        Returns:
+            Whether all records were sent.
         """
         start = time.monotonic()
         with suppress(OSError):  # the child may have ended
             self.pipe.send(ENDED)  # closing is not enough: forked processes may hold copies of the pipe
         try:
             while self.process.poll() is None:
-                share = 1 if self.receive_status() else OPEN_SHARE
+                share = 1 if self.update_status() else OPEN_SHARE
                 if time.monotonic() >= start + share * seconds:
                     break
                 with suppress(TimeoutExpired):
@@ -156,7 +161,7 @@ class WandbProcess:
                 kill_process_trees(lambda: [self.process.pid])  # with wandb-core, which has another session
             self.process.kill()
             code = self.process.wait()
-        is_open = self.receive_status()
+        is_open = self.update_status()
         if code == NOTHING_RECORDED:
             self.remove_empty_folder()
             return False
@@ -164,34 +169,35 @@ class WandbProcess:
             killed = "timed out" if is_open else "the server did not answer"
             self.status = replace(self.status, reason=killed if late else "wandb was killed")
         sent = is_open and code == 0
-        print_to_stderr(self.describe_outcome(sent=sent))
+        print_to_stderr(self.prepare_outcome_message(sent=sent))
         return sent
 
     def remove_empty_folder(self) -> None:
-        """Remove an empty feed.log, and then the folder ``wandb`` if nothing else is in the folder. Ignore errors."""
+        """Remove the child's log if the log is empty, and then the folder ``wandb`` if empty. Ignores errors."""
         log = self.folder / LOG
         with suppress(OSError):  # the folder has other files
             if not log.stat().st_size:
                 log.unlink()
             self.folder.rmdir()
 
-    def describe_outcome(self, *, sent: bool) -> str:
-        """Return a line for the user with the run's location, or how to send an unsent run.
+    def prepare_outcome_message(self, *, sent: bool) -> str:
+        """Return a line for the user: the run's location, or how to send a run that was not sent.
 
-        In a pod, uploads the metrics of an unsent run.
+        Before, uploads the metrics of an unsent run if ``settings.wandb_kept_at`` is set.
         """
         url, reason = self.status.url, f" ({self.status.reason})" if self.status.reason else ""
         if sent:
             return f"wandb: {url}{reason}"
         what = f"{url} is not complete" if url else "nothing was logged"
         see = "" if url else f"; wandb's messages are in {shorten_path(self.folder / LOG)}"
-        return f"wandb: {what}{reason}; {describe_sending(self.run_folder, self.settings)}{see}"
+        return f"wandb: {what}{reason}; {prepare_later_sending(self.run_folder, self.settings)}{see}"
 
 
-def describe_sending(run_folder: Path, settings: Settings) -> str:
-    """Return the command that sends a run to wandb, as text.
+def prepare_later_sending(run_folder: Path, settings: Settings) -> str:
+    """Return, as text, the command that sends a run to wandb later.
 
-    If ``settings.wandb_kept_at`` is set, first uploads the files that the command reads to a folder there.
+    If ``settings.wandb_kept_at`` is set, first uploads the files that the command needs to this address. If the upload
+    fails, returns the reason.
     """
     command = "send it with: python -m flyte_ddp.tracking send"
     if not settings.wandb_kept_at:
@@ -206,10 +212,10 @@ def describe_sending(run_folder: Path, settings: Settings) -> str:
     return f"{command} {run_folder.name} (stored in {place})"
 
 
-def wandb_environment(folder: Path) -> dict[str, str]:
-    """Return this process's environment for wandb, without wandb's error reports. wandb's data go into ``folder``.
+def make_wandb_environment(folder: Path) -> dict[str, str]:
+    """Return this process's environment variables for wandb, whose data go into ``folder``.
 
-    White space at the ends of the API key is removed.
+    Turns wandb's error reports off. White space at the ends of the API key is removed.
     """
     # A Kubernetes secret made ``--from-file`` ends with a newline, which wandb rejects.
     key = os.environ.get("WANDB_API_KEY", "").strip()

@@ -24,8 +24,8 @@ from flyte_ddp.datasets.encoded.cropping import crop_to_square, middle_crop
 from flyte_ddp.datasets.prepared import open_prepared
 from flyte_ddp.datasets.prepared_set import PreparedSet
 from flyte_ddp.export import exporting
-from flyte_ddp.export.exporting import Comparison, export_model
-from flyte_ddp.export.graphs import ServedImages, middle_square_side
+from flyte_ddp.export.exporting import Comparison, export_onnx_if_equal
+from flyte_ddp.export.graphs import ServedImages, compute_middle_square_side
 from flyte_ddp.export.onnx_process import OnnxProcess
 from flyte_ddp.predict.prediction_batches import SavedModel, read_test_batches
 
@@ -53,7 +53,7 @@ class Trained(NamedTuple):
     data: PreparedSet
 
     def export(self, folder: Path) -> Comparison:
-        return export_model(self.model, self.data, folder)
+        return export_onnx_if_equal(self.model, self.data, folder)
 
 
 def train(hp: Hyperparameters, data: Path, folder: Path, settings: Settings = QUIET) -> Trained:
@@ -114,7 +114,7 @@ def test_the_middles_side_is_pythons() -> None:
     assert 224 / 256 in shares
     for share in shares:
         for size in range(1, 1000):
-            assert middle_square_side(size, share) == middle_crop(size, 2 * size, share).height
+            assert compute_middle_square_side(size, share) == middle_crop(size, 2 * size, share).height
 
 
 @pytest.mark.parametrize(("side", "share"), [(32, 224 / 256), (224, 224 / 232)])

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from flyte_ddp.core.settings import Settings
 from flyte_ddp.export import exporting
-from flyte_ddp.export.exporting import export_model
-from flyte_ddp.export.graphs import NotExportedError, name_outputs, write_onnx
+from flyte_ddp.export.exporting import export_onnx_if_equal
+from flyte_ddp.export.graphs import NotExportedError, name_output_tensors, write_onnx
 from flyte_ddp.predict.prediction_batches import SavedModel
 
 QUIET = Settings(progress="off", loaders=2)
@@ -29,7 +29,7 @@ def test_other_programs_get_what_the_model_returns(tmp_path: Path) -> None:
     module, files = leaf_models.save_untrained(
         tmp_path, leaf_models.Causal, split, objective="language", collate="padded"
     )
-    found = export_model(SavedModel(*files, QUIET), split, tmp_path)
+    found = export_onnx_if_equal(SavedModel(*files, QUIET), split, tmp_path)
     assert found.passed
     assert found.worst < 1e-5 * max(1, found.highest)
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
@@ -37,7 +37,7 @@ def test_other_programs_get_what_the_model_returns(tmp_path: Path) -> None:
     mask = torch.arange(40) < torch.randint(1, 41, (3, 1))
     given = {"inputs": torch.randint(0, leaf_models.TOKENS, (3, 40)), "mask": mask}
     assert [each.name for each in session.get_inputs()] == [*given]
-    expected = name_outputs(module(*given.values()))
+    expected = name_output_tensors(module(*given.values()))
     answers = session.run([*expected], {name: leaf.numpy() for name, leaf in given.items()})
     for answer, values in zip(answers, expected.values(), strict=True):
         right = values.detach().numpy()
@@ -59,7 +59,7 @@ def test_each_output_is_compared_by_its_own_range(tmp_path: Path, monkeypatch: p
         return outputs
 
     monkeypatch.setattr(exporting, "write_onnx", write_others)
-    found = export_model(SavedModel(*files, QUIET), split, tmp_path)
+    found = export_onnx_if_equal(SavedModel(*files, QUIET), split, tmp_path)
     assert not found.passed
     assert found.worst == pytest.approx(0.05, rel=1e-3)
     assert {path.name for path in tmp_path.iterdir()} == {"model.pt", "model.json"}
@@ -79,7 +79,7 @@ def test_what_cannot_be_exported_is_told(tmp_path: Path, capfd: Any, model: type
     split = leaf_models.table()
     _, files = leaf_models.save_untrained(tmp_path, model, split)
     with pytest.raises(NotExportedError, match=reason):
-        export_model(SavedModel(*files, QUIET), split, tmp_path)
+        export_onnx_if_equal(SavedModel(*files, QUIET), split, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"model.pt", "model.json"}
     assert not capfd.readouterr().err
 
@@ -102,6 +102,6 @@ class Heads:
     ],
 )
 def test_names_of_outputs(returned: Callable[[Tensor], Any], names: list[str]) -> None:
-    found = name_outputs(returned(torch.rand(2, 3)))
+    found = name_output_tensors(returned(torch.rand(2, 3)))
     assert [*found] == names
     assert {values.dtype for values in found.values()} <= {torch.float32}

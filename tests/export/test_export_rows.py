@@ -13,7 +13,7 @@ from training_runs import QUIET, train_in
 
 from flyte_ddp import Hyperparameters, fetch
 from flyte_ddp.datasets import open_prepared
-from flyte_ddp.export.exporting import export_model
+from flyte_ddp.export.exporting import export_onnx_if_equal
 from flyte_ddp.predict.prediction_batches import SavedModel
 
 pytest.importorskip("onnxruntime")
@@ -89,7 +89,7 @@ def test_500_raw_rows_with_gaps_and_unknown_categories(tmp_path: Path, monkeypat
     hp = Hyperparameters(num_ranks=1, epochs=3, optimizer="adamw", precision="fp32", batch_size=32, **own)
     data = fetch(hp.dataset, "table.csv", tmp_path / "data", progress="off")
     result = train_in(tmp_path / "run", hp, data)
-    assert export_model(SavedModel(result.model, result.sidecar, QUIET), open_prepared(data), tmp_path).passed
+    assert export_onnx_if_equal(SavedModel(result.model, result.sidecar, QUIET), open_prepared(data), tmp_path).passed
     expected = predict_rows(result.model, result.sidecar, tmp_path / "out.csv", settings=QUIET, table=Path("new.csv"))
     done = subprocess.run([sys.executable, "-c", SERVE], check=False, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

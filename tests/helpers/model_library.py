@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from flyte_ddp import Hyperparameters, Result, Settings, fetch, run_ranks, run_training
 from flyte_ddp.core.text.json_lines import read_records
 from flyte_ddp.datasets.prepared import open_prepared
-from flyte_ddp.export.exporting import export_model
+from flyte_ddp.export.exporting import export_onnx_if_equal
 from flyte_ddp.export.graphs import NotExportedError
 from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.predict.prediction_batches import SavedModel
@@ -76,7 +76,7 @@ def check_training(options: dict[str, Any], folder: Path) -> dict[str, Any]:
     write_prediction_table(one.model, one.sidecar, images=None, dataset=data, output=folder / "predictions.csv")
     reason = ""
     try:
-        compared = export_model(SavedModel(one.model, one.sidecar, QUIET), open_prepared(data), folder)
+        compared = export_onnx_if_equal(SavedModel(one.model, one.sidecar, QUIET), open_prepared(data), folder)
         exported = compared.passed
     except NotExportedError as error:
         exported, reason = False, str(error)

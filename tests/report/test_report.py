@@ -17,7 +17,7 @@ from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.text import formatting
 from flyte_ddp.core.text.sections import Confusions, Scatter, Section, Table, encode_sections
 from flyte_ddp.report import figures, report
-from flyte_ddp.report.figures import Series, draw_sections
+from flyte_ddp.report.figures import Series, make_section_views
 
 
 @pytest.fixture(scope="module")
@@ -275,7 +275,7 @@ def test_odd_values_can_be_drawn(values: list[float]) -> None:
 )
 def test_a_section_that_cannot_be_drawn_says_so_in_its_place(section: Section) -> None:
     fine = Table("Fine", "", ["a"], [[1.0]])
-    drawn = [*draw_sections([section, fine], {}, [])]
+    drawn = [*make_section_views([section, fine], {}, [])]
     assert [each.title for each in drawn] == ["Mine", "Fine"]
     assert "could not be drawn (" in drawn[0].text
     assert drawn[1].rows == [("1.0000",)]

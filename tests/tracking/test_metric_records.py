@@ -72,8 +72,8 @@ def test_records_are_followed_as_they_are_written(tmp_path: Path) -> None:
 
     texts = ('{"step": 1}\n{"st', 'ep": 2}\n', '{"step": 3}\nrubbish\n{"step": 4}\n{"s')
     over = over_after(nothing, *map(write, texts))
-    assert list(wandb_feed.follow_records(tmp_path, 0, over)) == [{"step": step} for step in (1, 2, 3, 4)]
-    later = wandb_feed.follow_records(tmp_path, len('{"step": 1}\n'), over_after(lambda: None))
+    assert list(wandb_feed.follow_metrics_file(tmp_path, 0, over)) == [{"step": step} for step in (1, 2, 3, 4)]
+    later = wandb_feed.follow_metrics_file(tmp_path, len('{"step": 1}\n'), over_after(lambda: None))
     assert list(later) == [{"step": step} for step in (2, 3, 4)], "not those of an earlier attempt"
 
 
@@ -91,7 +91,7 @@ def test_records_of_a_run_that_is_started_again_are_followed_once(earlier: bytes
 
     over = over_after(lambda: None, start_again)
     steps = [{"step": 1}, {"step": 2}, {"step": 2, "again": True}]
-    assert list(wandb_feed.follow_records(tmp_path, len(earlier), over)) == steps
+    assert list(wandb_feed.follow_metrics_file(tmp_path, len(earlier), over)) == steps
 
 
 @pytest.mark.parametrize("names", [[f"class/{number}.jpg" for number in range(6)], []])
@@ -113,7 +113,7 @@ def test_the_table_has_names_and_not_too_many_scores(tmp_path: Path, names: list
         "table_rows": np.array(3),
     }
     np.savez(tmp_path / "predictions.npz", **arrays, names=np.array(names, dtype=np.str_))
-    table = wandb_feed.predictions_table(tmp_path / "predictions.npz")
+    table = wandb_feed.make_predictions_table(tmp_path / "predictions.npz")
     assert [row[0] for row in table.data] == (names[:3] or [0, 1, 2])
     assert [row[2:4] for row in table.data] == [["class 2", "class 0"], ["class 1", "class 1"], ["class 0", "class 1"]]
     assert table.columns[4:] == ["score", *(f"score_class {k}" for k in range(classes if classes < 1001 else 0))]

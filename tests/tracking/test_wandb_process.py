@@ -60,7 +60,7 @@ class Case:
         """Start the process, and wait until it has opened its run unless ``opened`` is false."""
         self.wandb = start(self.folder, timeout, on_first_record=on_first_record)
         if opened:
-            wait_until(self.wandb.receive_status)
+            wait_until(self.wandb.update_status)
         return self.wandb
 
     def processes(self, name: str = "") -> dict[int, str]:
@@ -71,7 +71,7 @@ class Case:
         """Write the run, end the process, and return what was printed to stderr; no process is left."""
         if write:
             write_run(self.folder)
-        self.wandb.finish(seconds)
+        self.wandb.finish_sending(seconds)
         if killed:  # wandb's monitor, orphaned by a kill, looks for wandb every few seconds, and ends
             wait_until(lambda: self.processes() == self.processes("wandb-symon"))
         else:
@@ -186,7 +186,7 @@ def test_a_bad_server_costs_bounded_time_and_a_message(case: Case, behaviour: st
 
 
 IMPATIENT = "import sys; from flyte_ddp.tracking import wandb_feed as feed; feed.RETRY_SECONDS = 0.1; "
-IMPATIENT += "feed.feed_wandb(feed.Connection(int(sys.argv[1])))"
+IMPATIENT += "feed.send_records_to_wandb(feed.Connection(int(sys.argv[1])))"
 
 
 def test_a_server_that_comes_back_gets_everything_and_no_file_the_key(case: Case) -> None:
@@ -195,9 +195,9 @@ def test_a_server_that_comes_back_gets_everything_and_no_file_the_key(case: Case
     case.monkeypatch.setattr(wandb_run, "COMMAND", (sys.executable, "-c", IMPATIENT))
     with case.server("denies") as server:
         wandb = case.start(opened=False)
-        wait_until(lambda: not wandb.receive_status() and wandb.status.reason)
+        wait_until(lambda: not wandb.update_status() and wandb.status.reason)
         server.behaviour = "works"
-        wait_until(wandb.receive_status)
+        wait_until(wandb.update_status)
         said = case.finish()
     assert said == f"wandb: {server.url}/someone/a-project/runs/exec-task-7\n"
     assert server.run_ids == {"exec-task-7"}
@@ -215,7 +215,7 @@ def test_a_wandb_that_is_killed_is_not_waited_for(case: Case) -> None:
         for victim in case.processes(FEED):
             os.kill(victim, signal.SIGKILL)
         begin = time.monotonic()
-        wandb.finish(2.0)
+        wandb.finish_sending(2.0)
         assert time.monotonic() - begin < 3
         wait_until(lambda: case.processes() == case.processes("wandb-symon"), seconds=15)
     said = case.capsys.readouterr().err
@@ -251,10 +251,10 @@ def test_the_first_record_of_a_function_opens_its_run(case: Case) -> None:
     with case.server() as server:
         wandb = case.start(opened=False, on_first_record=True)
         wandb_runs.write_records(case.folder, [FUNCTION_START])
-        assert not wandb.receive_status()
+        assert not wandb.update_status()
         assert not server.requests
         wandb_runs.write_records(case.folder, FUNCTION_RECORDS)
-        wait_until(wandb.receive_status)
+        wait_until(wandb.update_status)
         wandb_runs.write_records(case.folder, [FUNCTION_END])
         said = case.finish(write=False)
     assert said == f"wandb: {server.url}/someone/a-project/runs/exec-task-7\n"
