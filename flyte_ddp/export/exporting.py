@@ -154,7 +154,10 @@ def write_tensor_onnx_and_compare(model: SavedModel, data: PreparedSet, folder: 
     with closing(test.source):
         samples = test.order.samples_at(slice(0, EXAMPLE))
         inputs = test.load_batch(samples).inputs
-        example, served = name_input_tensors(inputs, spec, model.collate), ServedLeaves(on_cpu, get_leaves_form(inputs)).eval()
+        example, served = (
+            name_input_tensors(inputs, spec, model.collate),
+            ServedLeaves(on_cpu, get_leaves_form(inputs)).eval(),
+        )
         outputs = write_onnx(served, example, list_dynamic_sizes(example, spec, model.collate, len(samples)), folder)
         row_bytes = sum(values.nbytes for values in outputs.values()) / len(samples)
 
