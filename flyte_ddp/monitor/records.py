@@ -91,7 +91,7 @@ class Records:
 
 
 def list_records(registry: Registry, entry: Entry) -> Records:
-    """Return the names of the files of a champion's windows. ``entry`` is the champion's entry in the log."""
+    """Return the Records of a champion, which names the files of the windows. ``entry`` is the champion's log entry."""
     folder = registry.address_of("monitor", f"{entry.number:08}")
     files, marks = dict[int, list[str]](), set[tuple[int, str, str]]()
     for name in registry.list_files(folder):  # sorted: the records first, and truths in order
