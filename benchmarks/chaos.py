@@ -207,7 +207,7 @@ def damage(folder: Path, where: float) -> None:
     Without a second checkpoint nothing is damaged, because the run would rightly be rejected.
     """
     checkpoints = folder / UNFINISHED / checkpoint.FOLDER
-    newest = checkpoint.verify_checkpoints(checkpoints)[0]
+    newest = checkpoint.find_newest_checkpoint(checkpoints)[0]
     if newest is None or not all((checkpoints / name).exists() for name in checkpoint.SLOTS):
         return
     content = bytearray(newest.path.read_bytes())

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import call, fashion_mnist, run_library
-from flyte_ddp.core.machine.resources import Bf16, bf16_support
+from flyte_ddp.core.machine.resources import Bf16, detect_bf16_support
 from flyte_ddp.datasets import SampleArrays, open_arrays
 
 COMMON = {"batch_size": 256, "learning_rate": 0.05, "momentum": 0.9, "num_ranks": 2}
@@ -45,7 +45,7 @@ def measure(options: Options) -> Result:
     peers = {
         name: partial(run_peer, result, name, order | {"test_batch_size": size}) for name, size in test_batches.items()
     }
-    precisions = ("fp32", "bf16") if bf16_support("cpu") is Bf16.FASTER else ("fp32",)
+    precisions = ("fp32", "bf16") if detect_bf16_support("cpu") is Bf16.FASTER else ("fp32",)
     ours = {
         precision: partial(run_ours, result, options.folder, data, precision, OURS | size) for precision in precisions
     }

@@ -20,7 +20,7 @@ from flyte_ddp.core.machine.resources import Request
 from flyte_ddp.core.runs import checkpoint
 from flyte_ddp.core.runs.checkpoint import Identity
 from flyte_ddp.core.runs.procedure import open_run
-from flyte_ddp.core.runs.run_folder import METRICS, REPORT, hold_run_folder
+from flyte_ddp.core.runs.run_folder import METRICS, REPORT, lock_run_folder
 from flyte_ddp.core.runs.work import Launch, Work
 from flyte_ddp.core.settings import Settings, read_settings
 from flyte_ddp.core.text.json_lines import read_records
@@ -111,7 +111,7 @@ def run_call_in_folder(
     from flyte_ddp.tracking import wandb_run  # takes 0.1 s, and most importers of this module need it later
 
     launch = launch or choose_launcher(request)
-    if checkpoint.is_named_to_go_on(folder) and checkpoint.newest_step(folder) == 0:
+    if checkpoint.is_named_to_go_on(folder) and checkpoint.find_newest_step(folder) == 0:
         raise UserError(
             f"{checkpoint.GO_ON}={folder.name}: {folder} has no save to resume from; unset {checkpoint.GO_ON}"
         )
@@ -147,7 +147,7 @@ def print_how_to_resume_on_error(folder: Path) -> Iterator[None]:
         yield
     except (UserError, RankError) as error:
         is_mended_in_code = isinstance(error, UserError) or not error.recoverable
-        if is_mended_in_code and not isinstance(error, BusyError) and (step := checkpoint.newest_step(folder)):
+        if is_mended_in_code and not isinstance(error, BusyError) and (step := checkpoint.find_newest_step(folder)):
             print_to_stderr(f"step {step:,} of {folder} is saved; {checkpoint.describe_going_on(folder)}")
         raise
 
@@ -157,7 +157,7 @@ def remove_run_checkpoints(folder: Path) -> None:
 
     If another run holds the lock of the run folder, or a file cannot be deleted, stops without an error.
     """
-    with suppress(UserError, OSError), hold_run_folder(folder):
+    with suppress(UserError, OSError), lock_run_folder(folder):
         for name in checkpoint.SLOTS:
             (folder / checkpoint.FOLDER / name).unlink(missing_ok=True)
         (folder / checkpoint.FOLDER).rmdir()

@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from flyte_ddp.core.checks.parsing import DEEPEST, TOO_DEEP, MisreadError, find_doubled, parse_json
+from flyte_ddp.core.checks.parsing import DEEPEST, TOO_DEEP, MisreadError, find_first_duplicate, parse_json
 
 TAG = "tag:yaml.org,2002:"
 MOST_PARTS = 100_000  # of a file, with each alias counted as a copy of its target
@@ -20,7 +20,7 @@ class StrictLoader(yaml.SafeLoader):  # type: ignore[misc]  # which PyYAML leave
         node = super().compose_mapping_node(anchor)
         keys = [key for key, _ in node.value]
         texts = [key.value if isinstance(key, yaml.ScalarNode) else key for key in keys]
-        if (place := find_doubled(texts)) is not None:
+        if (place := find_first_duplicate(texts)) is not None:
             where = describe_place(keys[place].start_mark)
             raise MisreadError(f"duplicate key {keys[place].value!r}, {where}; remove one of the two")
         return node

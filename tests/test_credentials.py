@@ -14,7 +14,7 @@ from tars import samples, shard_bytes
 from flyte_ddp import storage
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import UserError
-from flyte_ddp.core.text.credentials import refuse_credentials
+from flyte_ddp.core.text.credentials import check_no_credentials
 from flyte_ddp.datasets import fetch
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.registry import Registry
@@ -65,7 +65,7 @@ def test_an_address_with_a_password_is_refused(use: str, tmp_path: Path) -> None
 ])  # fmt: skip
 def test_secrets_may_have_what_ends_a_servers_name(address: str) -> None:
     with pytest.raises(UserError, match="has a user name or a password") as caught:
-        refuse_credentials("data_source", address)
+        check_no_credentials("data_source", address)
     assert not any(part in str(caught.value) for part in ("hid", "den@", "12"))
 
 
@@ -82,7 +82,7 @@ def test_secrets_may_have_what_ends_a_servers_name(address: str) -> None:
     "file:///home/a:b@c/x",
 ])  # fmt: skip
 def test_addresses_without_a_secret(address: str) -> None:
-    refuse_credentials("data_source", address)
+    check_no_credentials("data_source", address)
 
 
 def test_an_index_that_has_one(tmp_path: Path) -> None:

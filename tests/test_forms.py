@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import numpy as np
 import pytest
 
-from flyte_ddp.core.checks.arrays import DamagedArraysError, map_array, read_arrays
-from flyte_ddp.core.checks.forms import COUNT, require_form
+from flyte_ddp.core.checks.arrays import DamagedArraysError, map_array_file, read_arrays
+from flyte_ddp.core.checks.forms import COUNT, check_form
 from flyte_ddp.core.checks.parsing import MisreadError, parse_json
 from flyte_ddp.core.checks.records import JsonRecord
 from flyte_ddp.core.errors import UserError
@@ -34,7 +34,7 @@ FORM = {
     ],
 )
 def test_values_of_a_form(value: Any) -> None:
-    require_form(value, FORM, "file")
+    check_form(value, FORM, "file")
 
 
 @pytest.mark.parametrize(
@@ -54,14 +54,14 @@ def test_values_of_a_form(value: Any) -> None:
 )
 def test_the_first_part_that_does_not_fit_is_named(change: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=f"^{said}"):
-        require_form({"name": "x", "sizes": [1]} | change, FORM, "file")
+        check_form({"name": "x", "sizes": [1]} | change, FORM, "file")
 
 
 @pytest.mark.parametrize(("value", "said"), [(None, "all=None: must be an object"), ({"name": ""}, "sizes is missing")])
 def test_what_is_no_such_object(value: Any, said: str) -> None:
     with pytest.raises(UserError, match=f"^file: {said}"):
-        require_form(value, FORM, "file")
-    require_form(3, (None, COUNT), "file")
+        check_form(value, FORM, "file")
+    check_form(3, (None, COUNT), "file")
 
 
 @pytest.mark.parametrize("levels", [65, 20_000])
@@ -84,7 +84,7 @@ def test_arrays_that_are_damaged_or_too_large(tmp_path: Path) -> None:
     content = (tmp_path / "a.npy").read_bytes()
     (tmp_path / "a.npy").write_bytes(content.replace(b"'shape'", b"'shape(", 1))
     with pytest.raises(DamagedArraysError, match=r"^a\.npy: "):
-        map_array(tmp_path / "a.npy")
+        map_array_file(tmp_path / "a.npy")
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from torch import nn
 
 from flyte_ddp.core.errors import CollectiveError
 from flyte_ddp.core.launch.supervise.failure_report import Cause, classify_error
-from flyte_ddp.core.loops.in_rank import default_group_timeout, separate_group_stores
+from flyte_ddp.core.loops.in_rank import separate_group_stores, set_default_group_timeout
 from flyte_ddp.core.machine.process import list_helper_pids
 from flyte_ddp.core.parallel import distributed
 from flyte_ddp.export.graphs import NotExportedError, export_recurrent_layers_as_loops, silence_torch
@@ -77,7 +77,7 @@ def test_groups_that_meet_by_env_do_so_in_stores_apart(monkeypatch: pytest.Monke
 
 
 def test_groups_wait_as_long_as_the_run() -> None:
-    with default_group_timeout(77.0):
+    with set_default_group_timeout(77.0):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
@@ -131,8 +131,8 @@ MAIN = """
 import sys
 print(__name__, flush=True)
 if __name__ == "__main__":
-    from flyte_ddp.core.machine.process import spawn_context
-    with spawn_context() as context:
+    from flyte_ddp.core.machine.process import open_spawn_context
+    with open_spawn_context() as context:
         process = context.Process(target=print, args=("child",))
         process.start()
     process.join()

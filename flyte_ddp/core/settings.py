@@ -105,7 +105,7 @@ def allowed_addresses() -> tuple[str, ...]:
     return tuple(filter(None, map(str.strip, read_text_variable(ALLOWED).split(","))))
 
 
-def nameable_modules() -> tuple[str, ...] | None:
+def read_nameable_modules() -> tuple[str, ...] | None:
     """Return the modules whose functions hyperparameters may name (FLYTE_DDP_MODULES).
 
     The user's modules may always be named, and are not in the result.

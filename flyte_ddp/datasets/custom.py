@@ -13,8 +13,8 @@ from flyte_ddp.core.machine import waiting
 from flyte_ddp.core.progress import Progress
 from flyte_ddp.core.samples.leaves import Leaves, convert_to_array, get_leaves_form, group_leaves, restore_leaves
 from flyte_ddp.core.settings import read_number_variable
-from flyte_ddp.core.user_code.callables import load_callable, require_positional_arguments
-from flyte_ddp.core.user_code.source import user_source_digest
+from flyte_ddp.core.user_code.callables import check_positional_arguments, load_callable
+from flyte_ddp.core.user_code.source import compute_user_code_digest
 from flyte_ddp.datasets.images import image_arrays
 from flyte_ddp.datasets.leaf_conversion import convert_weights
 from flyte_ddp.datasets.on_demand_set import (
@@ -75,7 +75,7 @@ class CustomSet:
         function = load_callable(self.spec)
         if isinstance(function, type) and issubclass(function, Table):
             function = partial(load_table, self.spec, function)
-        require_positional_arguments(f"dataset={self.spec!r}", function, "data_source")
+        check_positional_arguments(f"dataset={self.spec!r}", function, "data_source")
         result = call_seeded(function, source)
         called = f"{self.spec}({source!r})"
         if isinstance(result, OnDemand):

@@ -18,7 +18,7 @@ from flyte_ddp.core.order.shard_order import SampleOrder
 from flyte_ddp.core.order.weighted import compute_inverse_class_counts, make_custom_order, make_weighted_order
 from flyte_ddp.core.samples.leaves import IGNORED
 from flyte_ddp.core.text.formatting import join_first
-from flyte_ddp.core.user_code.callables import load_callable, require_positional_arguments
+from flyte_ddp.core.user_code.callables import check_positional_arguments, load_callable
 from flyte_ddp.datasets import prepared_folder
 from flyte_ddp.datasets.encoded.kinds import find_encoded_class
 from flyte_ddp.datasets.on_demand_set import ON_DEMAND, open_on_demand
@@ -96,7 +96,7 @@ def apply_sampling(data: PreparedSet, order: SampleOrder, sampling: str) -> Samp
     assert isinstance(order, ListedOrder)  # Hyperparameters rejects shards and streams
     if ":" in sampling:
         function = load_callable(sampling)
-        require_positional_arguments(f"sampling={sampling!r}", function, "samples", "seed", "epoch")
+        check_positional_arguments(f"sampling={sampling!r}", function, "samples", "seed", "epoch")
         return make_custom_order(order, sampling, function)
     if sampling == "weighted":
         if data.sample_weights is None:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.core.checks.arrays import map_array
-from flyte_ddp.core.checks.forms import require_form
+from flyte_ddp.core.checks.arrays import map_array_file
+from flyte_ddp.core.checks.forms import check_form
 from flyte_ddp.core.checks.parsing import parse_json
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.files import atomic_write, file_digest, file_version, list_files
@@ -61,7 +61,7 @@ def verify_files(folder: Path, digests: Mapping[str, str]) -> None:
     known: Any = {}
     with suppress(OSError, ValueError):
         found = parse_json((folder / VERIFIED).read_bytes())
-        require_form(found, {str: [int]}, VERIFIED)
+        check_form(found, {str: [int]}, VERIFIED)
         known = found
     versions = {name: [*(file_version(folder / name) or ())] for name in digests}
     if known == versions:
@@ -92,7 +92,7 @@ def read_description(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder}: is not a prepared data set: {DESCRIPTION} is missing; fetch a data set into it")
     with translate_damage_to_user_error(folder):
         description = parse_json((folder / DESCRIPTION).read_bytes())
-        require_form(description, FORM, DESCRIPTION)
+        check_form(description, FORM, DESCRIPTION)
         return dict(description)
 
 
@@ -113,7 +113,7 @@ def open_folder(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]
 
 
 def read_array(folder: Path, name: str) -> NDArray[Any]:
-    return map_array(folder / name)
+    return map_array_file(folder / name)
 
 
 @contextmanager

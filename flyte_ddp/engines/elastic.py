@@ -36,7 +36,7 @@ from flyte_ddp.core.launch.engine import (
 from flyte_ddp.core.launch.supervise.stopping import StopRequest, catch_stop_signals, stop_error
 from flyte_ddp.core.machine import process, resources
 from flyte_ddp.core.machine.resources import Request, World
-from flyte_ddp.core.runs.checkpoint import newest_step
+from flyte_ddp.core.runs.checkpoint import find_newest_step
 from flyte_ddp.core.runs.work import Work
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def wait_for_first_round(node: Node, work: Work, stop: StopRequest) -> Round:
     """
     while (found := node.find_round()) is None:
         if stop.signal is not None:
-            raise stop_error(stop.signal, newest_step(work.output_folder))
+            raise stop_error(stop.signal, find_newest_step(work.output_folder))
         time.sleep(POLL_SECONDS)
     return found
 

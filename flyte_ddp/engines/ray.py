@@ -151,7 +151,7 @@ def connected() -> Iterator[None]:
         )
     what = f"{ADDRESS}={address}" if address else "Ray on this machine"
     try:
-        with signal_handlers({signal.SIGTERM: signal.getsignal(signal.SIGTERM)}):  # ray.init replaces the handler
+        with use_signal_handlers({signal.SIGTERM: signal.getsignal(signal.SIGTERM)}):  # ray.init replaces the handler
             try:
                 refuse_unanswered_address(address)
                 ray.init(address, include_dashboard=None if address else False)

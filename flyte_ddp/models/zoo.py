@@ -65,7 +65,7 @@ def build_model(
                 f"model {name!r} is a model instance; name a function that returns a new model, or the model's class"
             )
         given = select_arguments(own, {"num_classes": num_classes, "input_shape": spec.shapes()})
-        require_options(f"model {name!r}", own, options, **given)
+        check_options_are_accepted(f"model {name!r}", own, options, **given)
         model = own(**given, **options)
         if not isinstance(model, nn.Module):
             raise UserError(f"model {name!r} returned a {type(model).__name__}: must return a torch.nn.Module")

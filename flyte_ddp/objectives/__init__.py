@@ -11,7 +11,7 @@ from torch import Tensor
 from flyte_ddp.core.errors import UserError, unknown_name_error
 from flyte_ddp.core.models.sidecar import Sidecar
 from flyte_ddp.core.objectives.objective import HIGHER, LOWER, Facts, Objective
-from flyte_ddp.core.user_code.callables import load_callable, require_options
+from flyte_ddp.core.user_code.callables import check_options_are_accepted, load_callable
 from flyte_ddp.objectives.classification import Classification
 from flyte_ddp.objectives.language import Language
 from flyte_ddp.objectives.multilabel import Multilabel
@@ -59,7 +59,7 @@ def make_objective(name: str, facts: Facts, options: Mapping[str, Any]) -> Objec
     named: Any = load_callable(name) if ":" in name else BUILT_IN[name]
     what = f"objective {name!r}"
     if isinstance(named, type):
-        require_options(what, named, options, facts)
+        check_options_are_accepted(what, named, options, facts)
         objective = named(facts, **options)
         if not isinstance(objective, Objective):
             raise UserError(f"objective={name!r}: must be a subclass of flyte_ddp.objectives.Objective")
@@ -71,7 +71,7 @@ def make_objective(name: str, facts: Facts, options: Mapping[str, Any]) -> Objec
                 )
         return objective
     base = Classification if facts.classes and not facts.target_shape else Objective
-    require_options(what, named, options, None, None)  # in place of outputs and targets
+    check_options_are_accepted(what, named, options, None, None)  # in place of outputs and targets
 
     class FunctionObjective(base):  # type: ignore[misc,valid-type]
         """The objective whose losses a user's function returns."""

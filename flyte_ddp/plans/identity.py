@@ -8,7 +8,7 @@ from flyte_ddp import catalog
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.runs.checkpoint import Identity
 from flyte_ddp.core.user_code.digest import library_digest, list_releases
-from flyte_ddp.core.user_code.source import user_source_digest
+from flyte_ddp.core.user_code.source import compute_user_code_digest
 from flyte_ddp.datasets.prepared_folder import read_description
 from flyte_ddp.models import initial_weights
 

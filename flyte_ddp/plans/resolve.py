@@ -10,7 +10,14 @@ from flyte_ddp import catalog
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.hardware import Hardware, HardwareSettings, choose_hardware
-from flyte_ddp.core.machine.resources import Bf16, Request, World, bf16_support, choose_local_device_type, detect_world
+from flyte_ddp.core.machine.resources import (
+    Bf16,
+    Request,
+    World,
+    choose_local_device_type,
+    detect_bf16_support,
+    detect_world,
+)
 from flyte_ddp.core.settings import REQUESTED_GPUS
 from flyte_ddp.core.training.plan import LoopSettings, OptimizerSettings, SelectionSettings, TrainingPlan
 from flyte_ddp.plans.named import NamedData, NamedModel, NamedObjective
@@ -74,7 +81,7 @@ def detect_hardware(hp: Hyperparameters) -> Hardware:
         UserError: The machine lacks the GPUs or the bf16 that ``hp`` requires, or ``hp`` does not fit the ranks.
     """
     world = detect_world(request_ranks(hp))
-    return choose_hardware(hardware_settings(hp), world, bf16_support(world.device_type))
+    return choose_hardware(hardware_settings(hp), world, detect_bf16_support(world.device_type))
 
 
 def request_ranks(hp: Hyperparameters) -> Request:

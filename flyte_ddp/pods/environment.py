@@ -15,11 +15,11 @@ from flyte_ddp.core.settings import (
     REQUESTED_GPUS,
     TRAINING_PODS,
     load_variables_file,
-    nameable_modules,
+    read_nameable_modules,
     read_text_variable,
     read_variable_table,
 )
-from flyte_ddp.core.text.credentials import refuse_credentials
+from flyte_ddp.core.text.credentials import check_no_credentials
 from flyte_ddp.core.user_code.digest import package_digest
 from flyte_ddp.pods.profiles import NODES_VARIABLE, PROFILE_VARIABLE, parse_quantity, read_profile
 
@@ -85,7 +85,7 @@ def list_registered_settings(kind: str = "") -> dict[str, str]:
     for name, variable in sorted(read_variable_table().items()):
         value = os.environ.get(name)
         if value and name not in left_here:
-            refuse_credentials(name, value)
+            check_no_credentials(name, value)
             if kind in ("", variable.where):
                 settings[name] = value
     return settings
@@ -112,7 +112,7 @@ def check_settings_for_pods() -> None:
     for name in sorted(os.environ):
         if name.startswith("FLYTE_DDP_") and name not in known and name not in load_variables_file()["internal"]:
             raise unknown_name_error("variable", name, known, page="docs/configuration.md")
-    nameable_modules()  # raises UserError for modules that cannot be allowed
+    read_nameable_modules()  # raises UserError for modules that cannot be allowed
     for name in list_unsent_settings():
         print_to_stderr(f"{name} is not sent to pods: see docs/configuration.md")
 

@@ -52,12 +52,12 @@ def complete_interrupted_move(name: str) -> bool:
     Raises:
         UserError: The run is still active.
     """
-    from flyte_ddp.core.runs.run_folder import hold_run_folder, publish_if_complete
+    from flyte_ddp.core.runs.run_folder import lock_run_folder, publish_if_complete
 
     if is_in_pod():
         return False
     folder = resolve_folder(name)
-    with hold_run_folder(folder):
+    with lock_run_folder(folder):
         return publish_if_complete(folder)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from flyte_ddp.core.errors import MachineError, RankError, StoppedError, UnreachableError, describe_resumption
 from flyte_ddp.core.files import file_version
-from flyte_ddp.core.machine.process import postpone_signal, signal_handlers
+from flyte_ddp.core.machine.process import postpone_signal, use_signal_handlers
 from flyte_ddp.core.runs.checkpoint import FOLDER, SLOTS
 from flyte_ddp.core.settings import Settings, read_number_variable, read_text_variable
 from flyte_ddp.pods import environment

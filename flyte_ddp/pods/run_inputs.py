@@ -6,7 +6,7 @@ from pathlib import Path
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.settings import read_settings
 from flyte_ddp.core.user_code.callables import split_spec
-from flyte_ddp.core.user_code.modules import refuse_foreign_module
+from flyte_ddp.core.user_code.modules import check_module_is_allowed
 from flyte_ddp.core.user_code.source import translate_user_errors
 from flyte_ddp.datasets import fetching
 from flyte_ddp.plans import identity

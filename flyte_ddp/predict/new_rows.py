@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.core.checks.forms import require_form
+from flyte_ddp.core.checks.forms import check_form
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.models.sidecar import LeavesInput, Sidecar
 from flyte_ddp.core.samples.leaves import Leaves, Ragged, get_leaves_form, map_leaves, name_leaves, restore_leaves
@@ -173,7 +173,7 @@ def load_preprocessing(model_json: Path | str | Sidecar) -> Preprocessing:
         fix = "derive the data set from flyte_ddp.Table and train again, or predict a dataset"
         raise UserError(f"the model has no preprocessing; {fix}")
     form = FITTED | ({TABLE: str, "rows": list} if TABLE in packed else {"prepare": str})
-    require_form(packed, form, "the preprocessing in model.json is damaged, so copy the file from the run again")
+    check_form(packed, form, "the preprocessing in model.json is damaged, so copy the file from the run again")
     try:
         content = base64.b64decode(packed["pickle"])
     except ValueError:

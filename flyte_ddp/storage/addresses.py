@@ -6,7 +6,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
 from flyte_ddp.core.errors import UserError
-from flyte_ddp.core.text.credentials import refuse_credentials
+from flyte_ddp.core.text.credentials import check_no_credentials
 
 SCHEMES = ("file", "http", "https", "s3", "gs", "az")
 
@@ -17,7 +17,7 @@ def parse_scheme(address: str) -> str:
     Raises:
         UserError: The address is of another kind, or contains credentials.
     """
-    refuse_credentials("address", address)
+    check_no_credentials("address", address)
     if "://" not in address:
         return "file"
     kind, _, rest = address.partition("://")

@@ -26,7 +26,9 @@ def identify_inputs(inputs: Mapping[str, Any], literals: LiteralMap | None, igno
     """
     hashes = {name: literal.hash for name, literal in literals.literals.items()} if literals else {}
     counted = {name: value for name, value in inputs.items() if name not in ignored}
-    return {name: hashes.get(name) or describe_value(each, replace_file_or_module) for name, each in counted.items()}
+    return {
+        name: hashes.get(name) or make_comparable_value(each, replace_file_or_module) for name, each in counted.items()
+    }
 
 
 def replace_file_or_module(value: Any) -> Any:
@@ -37,7 +39,7 @@ def replace_file_or_module(value: Any) -> Any:
     if isinstance(value, Remote):
         return str(value.remote_source or value.path)
     if hasattr(value, "state_dict") and not isinstance(value, type):  # all attempts get the same weights from Flyte
-        return [describe_value(value), digest_value(value.state_dict())]
+        return [make_comparable_value(value), compute_value_digest(value.state_dict())]
     return {name: getattr(value, name) for name in list_fields(value)} or value
 
 

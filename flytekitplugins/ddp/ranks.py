@@ -67,14 +67,14 @@ def make_call(task: Any, inputs: Mapping[str, Any], shown: Mapping[str, Any], ra
         UserError: A declared output type cannot be serialized, the inputs cannot be pickled, or a module has changed.
     """
     function = task.task_function
-    code, user_code = digest_code(function)
+    code, user_code = compute_code_digest(function)
     module, name = function.__module__, function.__name__
     is_found = module != "__main__" and getattr(sys.modules.get(module), name, None) is task
     sent = FunctionOfTask(module, name) if is_found else function
     outputs = task.python_interface.outputs, task.python_interface.output_tuple_name
     refuse_unwritable_types(outputs[0])
     payload = pickle_for_ranks(task.name, run_body, sent, dict(inputs), raw_output, outputs, literals)
-    return Call(function_name(function), payload, shown, code, user_code)
+    return Call(get_function_name(function), payload, shown, code, user_code)
 
 
 def run_body(

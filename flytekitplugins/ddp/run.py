@@ -14,7 +14,7 @@ from flyte_ddp.core.errors import print_to_stderr
 from flyte_ddp.core.launch.engine import EngineLaunch
 from flyte_ddp.core.loops.call import Call
 from flyte_ddp.core.machine.resources import Request
-from flyte_ddp.core.runs.checkpoint import GO_ON, describe_going_on, newest_step
+from flyte_ddp.core.runs.checkpoint import GO_ON, describe_going_on, find_newest_step
 from flyte_ddp.core.runs.run_folder import METRICS, REPORT
 from flyte_ddp.core.runs.work import Launch
 from flyte_ddp.core.settings import read_text_variable
@@ -69,13 +69,13 @@ def print_saves_of_other_code(run: str, folder: Path) -> None:
 
     Prints nothing if this run has a checkpoint. In a pod, queries the blob store.
     """
-    if newest_step(folder) != 0:
+    if find_newest_step(folder) != 0:
         return
     same = f"{run.rpartition('-')[0]}-"
     if is_in_pod():
         steps = open_checkpoint_store(PLATFORM, run).list_saved_runs(same)
     else:
-        steps = {path.name: newest_step(path) or 0 for path in folder.parent.glob(f"{glob.escape(same)}*")}
+        steps = {path.name: find_newest_step(path) or 0 for path in folder.parent.glob(f"{glob.escape(same)}*")}
     if steps and (step := max(steps.values())):
         other = max(steps, key=lambda name: steps[name])
         found = f"{other}, with the same inputs and different code, has saved step {step:,}"

@@ -16,7 +16,7 @@ from flyte_ddp.core.order.sampling import ListedOrder
 from flyte_ddp.core.progress import Progress
 from flyte_ddp.core.training.optimisation import make_schedule, make_user_optimizers
 from flyte_ddp.core.user_code.callables import load_callable
-from flyte_ddp.core.user_code.source import find_user_sources, user_source_digest
+from flyte_ddp.core.user_code.source import compute_user_code_digest, iterate_user_sources
 from flyte_ddp.datasets.custom import CustomSet
 from flyte_ddp.datasets.prepared import apply_sampling
 from flyte_ddp.pods.run_inputs import find_or_fetch_data_set
@@ -122,9 +122,9 @@ def test_an_error_of_the_users_own_begins_with_his_line(project: Path) -> None:
     ],
 )
 def test_the_digest_changes_with_the_meaning_of_the_top_packages_source(project, spec, path, text, differs) -> None:
-    before = user_source_digest(spec)
+    before = compute_user_code_digest(spec)
     write_sources(project, {path: text})
-    assert (user_source_digest(spec) != before) == differs
+    assert (compute_user_code_digest(spec) != before) == differs
 
 
 @pytest.mark.parametrize("imported_first", [False, True])
@@ -134,18 +134,18 @@ def test_a_module_that_changed_after_its_import_is_refused_until_it_is_imported_
     module = project / "users_module.py"
     if imported_first:
         load_callable("users_module:Three")
-    before = user_source_digest("users_module:Three")
+    before = compute_user_code_digest("users_module:Three")
     load_callable("users_module:Three")
     module.write_text("# a comment\n" + module.read_text())
-    assert user_source_digest("users_module:Three") == before
+    assert compute_user_code_digest("users_module:Three") == before
     module.write_text(module.read_text() + "\ndef more():\n    return 3\n")
     for _ in range(2):
         with pytest.raises(UserError, match=r"module users_module has changed .* importlib.reload\(users_module\)"):
-            user_source_digest("users_module:Three")
+            compute_user_code_digest("users_module:Three")
     importlib.invalidate_caches()
     importlib.reload(sys.modules["users_module"])
     assert load_callable("users_module:more")() == 3
-    assert user_source_digest("users_module:Three") != before
+    assert compute_user_code_digest("users_module:Three") != before
 
 
 def test_the_digest_imports_nothing(project: Path) -> None:
@@ -153,12 +153,12 @@ def test_the_digest_imports_nothing(project: Path) -> None:
     digests = set()
     for text in ("raise AssertionError('imported')\n", "raise AssertionError\n"):
         (project / "users_trap" / "deep.py").write_text(text)
-        digests.add(user_source_digest("users_trap.deep:make"))
+        digests.add(compute_user_code_digest("users_trap.deep:make"))
     assert len(digests) == 2
     assert not [name for name in sys.modules if name.startswith("users_trap")]
     for spec in ("no_such_module:make", "__main__:make" if sys.modules["__main__"].__spec__ is None else "nope:x"):
         with pytest.raises(UserError, match="no module named"):
-            user_source_digest(spec)
+            compute_user_code_digest(spec)
 
 
 USERS_TOP = "users_top:make"
@@ -187,7 +187,7 @@ def test_the_digest_follows_imports_through_the_users_own_code(project: Path, te
         "users_top.py": text,
     }
     write_sources(project, sources)
-    names = {name for name, *_ in find_user_sources(USERS_TOP)}
+    names = {name for name, *_ in iterate_user_sources(USERS_TOP)}
     assert {"users_top.py", "users_layers.py"} <= names
     assert "users_other.py" not in names
     assert not [name for name in sys.modules if name.startswith("users_")]
@@ -200,12 +200,12 @@ def test_installed_packages_do_not_count_but_the_users_own_elsewhere_do(project:
     (project / "users_top.py").write_text("import users_elsewhere, users_single\n")
     for name in ("users_elsewhere/__init__.py", "users_single.py"):
         write_sources(elsewhere, {name: "x = 1\n"})
-        before = user_source_digest(USERS_TOP)
+        before = compute_user_code_digest(USERS_TOP)
         (elsewhere / name).write_text("x = 2\n")
-        assert (user_source_digest(USERS_TOP) != before) == (where == "editable")
-    named = user_source_digest("users_elsewhere:make")  # what the hyperparameters themselves name does
+        assert (compute_user_code_digest(USERS_TOP) != before) == (where == "editable")
+    named = compute_user_code_digest("users_elsewhere:make")  # what the hyperparameters themselves name does
     (elsewhere / "users_elsewhere/__init__.py").write_text("x = 3\n")
-    assert user_source_digest("users_elsewhere:make") != named
+    assert compute_user_code_digest("users_elsewhere:make") != named
 
 
 def test_neither_pythons_own_nor_torch_nor_this_library_is_read(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +214,7 @@ def test_neither_pythons_own_nor_torch_nor_this_library_is_read(project: Path, m
     (project / "sndhdr.py").write_text("x = 1\n")
     text = "import torch, torchvision, flyte_ddp.datasets, numpy, os, sys, json, sndhdr\n"
     (project / "users_top.py").write_text(text)
-    assert [name for name, *_ in find_user_sources(USERS_TOP)] == ["users_top.py", "sndhdr.py"]
+    assert [name for name, *_ in iterate_user_sources(USERS_TOP)] == ["users_top.py", "sndhdr.py"]
 
 
 def test_an_own_function_with_other_parameters_is_refused_before_it_is_called(project: Path) -> None:

@@ -13,7 +13,7 @@ from killed_ranks import call_and_kill
 import flyte_ddp
 from flyte_ddp.core.launch import spawn
 from flyte_ddp.core.launch.supervise.link import RankInfo
-from flyte_ddp.core.loops.in_rank import torchrun_variables
+from flyte_ddp.core.loops.in_rank import set_torchrun_variables
 from flyte_ddp.core.runs.work import World
 from flyte_ddp.core.text.json_lines import read_records
 from flyte_ddp.engines import elastic
@@ -70,7 +70,7 @@ def test_devices_times_nodes_of_lightning_are_the_gpus_that_ranks_see(monkeypatc
     rank = SimpleNamespace(info=RankInfo(3, 4, 1), work=SimpleNamespace(world=world))
     variables = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}
     before = dict(os.environ)
-    with torchrun_variables(rank, port=1234):
+    with set_torchrun_variables(rank, port=1234):
         assert variables.items() <= os.environ.items()
         assert (os.environ["MASTER_ADDR"], os.environ["RANK"]) == ("10.0.0.1", "3")
     assert dict(os.environ) == before

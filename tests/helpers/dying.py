@@ -99,4 +99,4 @@ def lose_a_loader(folder: str) -> list[int]:
 
 
 def is_saved(folder: Path, step: int) -> bool:
-    return checkpoint.newest_step(folder) == step
+    return checkpoint.find_newest_step(folder) == step

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.core.machine.process import signal_handlers
+from flyte_ddp.core.machine.process import use_signal_handlers
 from flyte_ddp.core.settings import Settings
 from flyte_ddp.engines import elastic as launcher
 from flyte_ddp.pods import elastic

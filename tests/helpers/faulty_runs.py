@@ -64,7 +64,7 @@ def nothing_like_a_result(run: Path) -> None:
 
 def saved(run: Path) -> checkpoint.Checkpoint | None:
     """Return the newest checkpoint of an interrupted run, or None without a checkpoint."""
-    return checkpoint.verify_checkpoints(run / UNFINISHED / checkpoint.FOLDER)[0]
+    return checkpoint.find_newest_checkpoint(run / UNFINISHED / checkpoint.FOLDER)[0]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

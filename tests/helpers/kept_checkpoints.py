@@ -41,7 +41,7 @@ def begun(store: CheckpointStore, folder: Path) -> int:
     found = store.download_newest_checkpoint(folder / SLOTS[0])
     step = found.step if found else 0
     store.record_attempt_start(step)
-    assert found == checkpoint.verify_checkpoints(folder)[0]
+    assert found == checkpoint.find_newest_checkpoint(folder)[0]
     return step
 
 

@@ -159,7 +159,7 @@ def test_an_exit_code_that_comes_instead_of_a_stack_is_not_lost(tmp_path, monkey
     handle, agent = remote_handle(tmp_path)
     agent.send(Exited(-9, out_of_memory=True))
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(handle.read_stack).result(LIMIT) == ""
+        assert pool.submit(handle.request_stack).result(LIMIT) == ""
         with pytest.raises(OutOfMemoryError):
             pool.submit(supervisor.supervise_ranks, [handle], StopRequest(), work_in(tmp_path)).result(LIMIT)
         pool.submit(handle.close).result(LIMIT)

@@ -114,7 +114,7 @@ def test_a_rank_that_writes_a_checkpoint_is_waited_for(writing: list[bool], expe
         assert saved.result() == expected
 
 
-HANGING = handle(1, read_stack=lambda: "its stack")
+HANGING = handle(1, request_stack=lambda: "its stack")
 AT, LIMIT = "\n\nrank 1 is at:\nits stack\n\n", "600 s (FLYTE_DDP_TIMEOUT)"
 ABSENT = "rank 1 did not reach the collective operation in which"
 

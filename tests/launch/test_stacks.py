@@ -4,7 +4,7 @@ import subprocess
 import sys
 from multiprocessing import Pipe
 
-from flyte_ddp.core.machine.process import read_stack
+from flyte_ddp.core.machine.process import request_stack
 
 # Writes a stack as faulthandler does on a machine that is busy between two lines.
 SLOW = """
@@ -26,7 +26,7 @@ def test_a_stack_that_comes_line_by_line_is_read_whole() -> None:
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, pass_fds=[theirs.fileno()]) as process:
         assert process.stdout
         assert process.stdout.readline() == b"ready\n"
-        assert read_stack(process.pid, ours, 30).splitlines()[1:] == ["  File a.py", "  File b.py"]
+        assert request_stack(process.pid, ours, 30).splitlines()[1:] == ["  File a.py", "  File b.py"]
         process.kill()
 
 
@@ -35,4 +35,4 @@ def test_a_process_that_has_ended_has_no_stack() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
         theirs.close()
-        assert read_stack(process.pid, ours, 30) == ""
+        assert request_stack(process.pid, ours, 30) == ""

@@ -60,7 +60,7 @@ def test_a_signal_that_comes_while_a_process_is_forked_is_not_lost() -> None:
     def send() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
-    with process.signal_handlers({signal.SIGTERM: lambda *_: None}), process.undone_in_forks(send):
+    with process.use_signal_handlers({signal.SIGTERM: lambda *_: None}), process.undone_in_forks(send):
         child = os.fork()
         if child == 0:
             os._exit(0)

@@ -23,7 +23,9 @@ class Config:
 
 
 def describe_arguments() -> str:
-    return str(describe_value([torch.arange(4.0), {"weight": torch.ones(2, 2)}, Config(), frozenset(["cat", "dog"])]))
+    return str(
+        make_comparable_value([torch.arange(4.0), {"weight": torch.ones(2, 2)}, Config(), frozenset(["cat", "dog"])])
+    )
 
 
 def test_arguments_are_the_same_in_all_processes() -> None:
@@ -40,8 +42,8 @@ def test_arguments_are_the_same_in_all_processes() -> None:
 
 def test_tensors_with_other_values_shapes_or_types_differ() -> None:
     values = [torch.zeros(4), torch.ones(4), torch.zeros(2, 2), torch.zeros(4, dtype=torch.int32), torch.zeros(())]
-    assert len({describe_value(value) for value in values}) == len(values)
-    assert describe_value(torch.ones(2, 3).T) == describe_value(torch.ones(3, 2))
+    assert len({make_comparable_value(value) for value in values}) == len(values)
+    assert make_comparable_value(torch.ones(2, 3).T) == make_comparable_value(torch.ones(3, 2))
 
 
 def make_loss(weight: float) -> Callable[[float], Any]:
@@ -54,9 +56,13 @@ def make_loss(weight: float) -> Callable[[float], Any]:
 
 
 def test_functions_differ_by_what_they_bring_along() -> None:
-    assert describe_value(make_loss(0.5)) == describe_value(make_loss(0.5)) != describe_value(make_loss(0.25))
-    assert describe_value("a".join) != describe_value("b".join)
-    assert describe_value(make_loss) == f"{__name__}:make_loss"
+    assert (
+        make_comparable_value(make_loss(0.5))
+        == make_comparable_value(make_loss(0.5))
+        != make_comparable_value(make_loss(0.25))
+    )
+    assert make_comparable_value("a".join) != make_comparable_value("b".join)
+    assert make_comparable_value(make_loss) == f"{__name__}:make_loss"
 
 
 CLASSES = "def function(data): return torch.ones(len(data.classes))"  # torch has a module of this name

@@ -118,7 +118,7 @@ def test_a_checkpoint_of_other_arguments_or_code(run: Run, monkeypatch: pytest.M
         run(own_functions.step_back, "save", num_ranks=1)
     with pytest.raises(UserError, match="belongs to another run: what='save', now 'record'; restore what has changed"):
         run(own_functions.step_back, "record", num_ranks=1)
-    monkeypatch.setattr("flyte_ddp.core.user_code.source.user_source_digest", lambda _: "other")
+    monkeypatch.setattr("flyte_ddp.core.user_code.source.compute_user_code_digest", lambda _: "other")
     with pytest.raises(UserError, match=r"belongs to another run: different user code .*; else restore"):
         run(own_functions.step_back, "save", num_ranks=1)
 

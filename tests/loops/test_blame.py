@@ -12,7 +12,7 @@ from torch.distributed import DistNetworkError
 
 from flyte_ddp import RankError
 from flyte_ddp.core.errors import CollectiveError
-from flyte_ddp.core.loops.in_rank import leave_together
+from flyte_ddp.core.loops.in_rank import wait_until_all_have_ended
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +38,7 @@ def test_a_rank_that_lost_the_store_does_not_blame_rank_0_later(capfd: pytest.Ca
     store = Mock(**{"wait.side_effect": DistNetworkError("the connection is lost")})
     before = {*threading.enumerate()}
     with pytest.raises(CollectiveError):
-        leave_together(SimpleNamespace(info=info, work=SimpleNamespace(settings=settings)), store)
+        wait_until_all_have_ended(SimpleNamespace(info=info, work=SimpleNamespace(settings=settings)), store)
     for thread in {*threading.enumerate()} - before:
         thread.join()
     assert not capfd.readouterr().err

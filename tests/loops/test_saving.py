@@ -99,7 +99,7 @@ def stop_and_go_on(run: Run, folder: Path, kind: str, number: signal.Signals, **
         run(own_functions.wait_for_stop, kind, str(marker), **options)
     told.join()
     assert time.time() - float(marker.read_text()) < 30
-    step = checkpoint.newest_step(folder / "run")
+    step = checkpoint.find_newest_step(folder / "run")
     assert step >= 20
     assert f"after step {step}," in str(caught.value)
     assert run(own_functions.wait_for_stop, kind, str(marker), **options) == step
@@ -178,7 +178,7 @@ def test_files_are_whole_whenever_all_is_killed(tmp_path: Path) -> None:
     (tmp_path / "run/metrics.jsonl").touch()
     steps = []
     for folder in ended_before_each_change(tmp_path / "run", save_three_times):
-        steps.append(checkpoint.newest_step(folder))
+        steps.append(checkpoint.find_newest_step(folder))
         if steps[-1]:
             step, state = newest_state(folder)
             assert steps[-1] == step == state["step"]
@@ -188,7 +188,7 @@ def test_files_are_whole_whenever_all_is_killed(tmp_path: Path) -> None:
 
 
 def newest_state(folder: Path) -> tuple[int, dict[str, Any]]:
-    found = checkpoint.verify_checkpoints(folder / "checkpoints")[0]
+    found = checkpoint.find_newest_checkpoint(folder / "checkpoints")[0]
     assert found is not None
     return found.step, checkpoint.load_state(found)
 
@@ -212,7 +212,7 @@ def test_due_by_the_clock_and_while_saves_wait(tmp_path: Path, monkeypatch: pyte
         assert asked.result() == 2
     saving.save(3, {"step": 3})
     saving.close()
-    assert checkpoint.newest_step(tmp_path) == 2
+    assert checkpoint.find_newest_step(tmp_path) == 2
 
 
 def test_a_stop_waits_for_the_next_save_if_one_cannot_be_written(tmp_path: Path) -> None:

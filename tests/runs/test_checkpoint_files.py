@@ -71,8 +71,8 @@ def test_a_loaded_state_takes_no_memory_of_its_own(tmp_path: Path) -> None:
 
 
 def test_each_version_of_a_file_is_verified_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, verify = [], checkpoint.verify_digest
-    monkeypatch.setattr(checkpoint, "verify_digest", lambda file: calls.append(file.name) or verify(file))
+    calls, verify = [], checkpoint.check_file_digest
+    monkeypatch.setattr(checkpoint, "check_file_digest", lambda file: calls.append(file.name) or verify(file))
     for _ in range(2):
         write(tmp_path / "a.ckpt", STATE)
         for _ in range(3):
@@ -82,7 +82,7 @@ def test_each_version_of_a_file_is_verified_once(tmp_path: Path, monkeypatch: py
 
 def test_an_upload_leaves_verifying_to_the_next_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "a.ckpt", STATE)
-    monkeypatch.setattr(checkpoint, "verify_digest", None)
+    monkeypatch.setattr(checkpoint, "check_file_digest", None)
     store = CheckpointStore(str(tmp_path / "store"), "one")
     store.upload_checkpoint(tmp_path / "a.ckpt")
     [sent] = tmp_path.glob("store/one/saved-*")
@@ -106,7 +106,7 @@ def test_bytes_are_hashed_when_they_are_written_and_once_by_each_attempt(tmp_pat
     assert take(hashed) == pytest.approx(sum(sizes), rel=0.01)
     checkpoint.verified.clear()  # another process has no part in it
     assert rewind_to_newest_checkpoint(tmp_path / "run", IDENTITY)
-    assert checkpoint.newest_step(tmp_path / "run") == 2
+    assert checkpoint.find_newest_step(tmp_path / "run") == 2
     assert take(hashed) == pytest.approx(sizes[1], rel=0.01)
     checkpoint.verified.clear()
     (tmp_path / "pod").mkdir()
@@ -137,7 +137,7 @@ def test_the_newest_step_needs_no_metrics(tmp_path: Path) -> None:
     path.parent.mkdir()
     write(path, STATE, bytes(16 * MEBIBYTE))
     tracemalloc.start()
-    assert checkpoint.newest_step(tmp_path) == 7
+    assert checkpoint.find_newest_step(tmp_path) == 7
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 4 * MEBIBYTE

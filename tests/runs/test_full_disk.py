@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from flyte_ddp.core.models.saving import save_model
 from flyte_ddp.core.models.sidecar import Digests, LeavesInput, Sidecar
-from flyte_ddp.core.runs.checkpoint import FOLDER, Identity, verify_checkpoints, write_with_room
+from flyte_ddp.core.runs.checkpoint import FOLDER, Identity, find_newest_checkpoint, write_and_make_room
 from flyte_ddp.core.runs.checkpoint_writer import CheckpointWriter, Snapshot
 from flyte_ddp.core.runs.run_folder import METRICS
 
@@ -24,18 +24,18 @@ weights = {"weight": torch.ones(1 << 18)}
 sidecar = Sidecar(model="m", classes=[], input=LeavesInput("leaf", {}), digests=Digests(weights=""))
 writer = CheckpointWriter(folder, Identity({}), None)
 for step in (1, 2, 3, 4):
-    writer.put(Snapshot(0, step, 0, weights))
+    writer.hand_to_thread(Snapshot(0, step, 0, weights))
     writer.wait_until_written()
-    found, unreadable = verify_checkpoints(folder / FOLDER)
+    found, unreadable = find_newest_checkpoint(folder / FOLDER)
     print(found.step, [*unreadable], len([*(folder / FOLDER).iterdir()]))
 writer.close()
-write_with_room(folder, lambda: save_model(folder, weights, sidecar))
+write_and_make_room(folder, lambda: save_model(folder, weights, sidecar))
 print(sorted(path.name for path in folder.rglob("*.*t")))
 try:
-    write_with_room(folder, lambda: save_model(folder / "another", {"weight": torch.ones(1 << 20)}, sidecar))
+    write_and_make_room(folder, lambda: save_model(folder / "another", {"weight": torch.ones(1 << 20)}, sidecar))
 except Exception as error:
     print(type(error).__name__, error)
-print(verify_checkpoints(folder / FOLDER)[0].step)
+print(find_newest_checkpoint(folder / FOLDER)[0].step)
 """
 
 

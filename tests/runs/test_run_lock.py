@@ -22,9 +22,9 @@ HP = Hyperparameters(num_ranks=1, max_steps=2)
 HOLD = """
 import pathlib, sys
 from flyte_ddp.core.errors import UserError
-from flyte_ddp.core.runs.run_folder import hold_run_folder
+from flyte_ddp.core.runs.run_folder import lock_run_folder
 try:
-    with hold_run_folder(pathlib.Path(sys.argv[1])):
+    with lock_run_folder(pathlib.Path(sys.argv[1])):
         print(True, flush=True)
 except UserError:
     print(False, flush=True)
@@ -65,8 +65,8 @@ def test_a_folder_is_held_until_its_run_ends_whatever_ends_it(
 def test_a_fork_of_a_run_that_was_killed_keeps_nothing(tmp_path: Path) -> None:
     """Such as a loader's worker, or a daemon that a model has started, which may live for ever."""
     code = (
-        "import os, pathlib, sys, time; from flyte_ddp.core.runs.run_folder import hold_run_folder\n"
-        "with hold_run_folder(pathlib.Path(sys.argv[1])):\n"
+        "import os, pathlib, sys, time; from flyte_ddp.core.runs.run_folder import lock_run_folder\n"
+        "with lock_run_folder(pathlib.Path(sys.argv[1])):\n"
         "    if os.fork(): os.kill(os.getpid(), 9)\n"
         "    while os.getppid() == int(sys.argv[2]): time.sleep(0.01)\n"
         "    print('lives on', flush=True); sys.stdin.read()"

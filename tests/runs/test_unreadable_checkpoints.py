@@ -18,7 +18,7 @@ from flyte_ddp.core.launch.remote.rendezvous import rewind_work
 from flyte_ddp.core.machine.resources import Request
 from flyte_ddp.core.runs import checkpoint
 from flyte_ddp.core.runs.checkpoint import FOLDER, SLOTS, Identity
-from flyte_ddp.core.runs.run_folder import METRICS, UNFINISHED, finish_error, rewind_to_newest_checkpoint
+from flyte_ddp.core.runs.run_folder import METRICS, UNFINISHED, complete_error, rewind_to_newest_checkpoint
 from flyte_ddp.core.runs.work import Work
 from flyte_ddp.run import run_training
 
@@ -126,7 +126,7 @@ def test_without_any_the_run_begins_anew(work: Path) -> None:
     assert (work / METRICS).read_text() == ""
     assert not (work / results.FOLDER).exists()
     error = RankError("rank 1 was killed by SIGKILL", recoverable=True)
-    finish_error(error, work)
+    complete_error(error, work)
     assert "will restart from scratch, as no checkpoint exists yet" in error.format_message()
 
 
@@ -138,28 +138,28 @@ def test_a_single_one_that_cannot_be_read_is_refused_where_an_engine_starts_rank
     with pytest.raises(UserError, match=r"damaged.*delete them to restart from scratch"):
         rewind_work(lost, "a host is lost")
     error = RankError("rank 1 was killed by SIGKILL", recoverable=True)
-    finish_error(error, work)
+    complete_error(error, work)
     assert "no checkpoint exists" not in error.format_message()
 
 
 def test_the_newest_step_is_that_which_the_next_run_goes_on_from(work: Path) -> None:
-    assert checkpoint.newest_step(work) == 2
+    assert checkpoint.find_newest_step(work) == 2
     rewrite(work / FOLDER / SLOTS[1], flip_a_bit)
-    assert checkpoint.newest_step(work) == 1
+    assert checkpoint.find_newest_step(work) == 1
     found = loaded(work)
     assert found is not None
     assert found.step == 1
     (work / FOLDER / SLOTS[1]).write_bytes(b"not a checkpoint")
-    assert checkpoint.newest_step(work) == 1
+    assert checkpoint.find_newest_step(work) == 1
 
 
 def test_the_newest_step_of_large_checkpoints_is_known_at_once(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gigabytes take longer to verify than a run that is asked to end has."""
     monkeypatch.setattr(checkpoint, "QUICK_BYTES", 100)
-    monkeypatch.setattr(checkpoint, "verify_digest", None)
-    assert checkpoint.newest_step(work) == 2
+    monkeypatch.setattr(checkpoint, "check_file_digest", None)
+    assert checkpoint.find_newest_step(work) == 2
     cut(work / FOLDER / SLOTS[1])
-    assert checkpoint.newest_step(work) == 1
+    assert checkpoint.find_newest_step(work) == 1
 
 
 @pytest.mark.parametrize("first", SLOTS)
@@ -167,7 +167,7 @@ def test_of_two_saves_of_a_step_the_later_one_is_loaded(tmp_path: Path, first: s
     """A user's function may save a step again, such as after its evaluation."""
     newest = write(tmp_path / FOLDER / first, 5) if first != SLOTS[0] else None
     for metrics in (b"earlier\n", b"later\n"):
-        newest = write(checkpoint.next_slot(tmp_path / FOLDER, newest), 5, metrics)
+        newest = write(checkpoint.choose_next_slot(tmp_path / FOLDER, newest), 5, metrics)
     found = rewind_to_newest_checkpoint(tmp_path, IDENTITY)
     assert found is not None
     assert found.path == newest

@@ -238,7 +238,7 @@ def test_a_rungs_value_does_not_depend_on_what_was_trained_before(digits: Path, 
 
 def test_a_trial_that_another_process_trains_has_not_failed(digits: Path, tmp_path: Path) -> None:
     with (
-        hold_run_folder(tmp_path / "runs/run"),
+        lock_run_folder(tmp_path / "runs/run"),
         pytest.raises(BusyError, match=r"another run is writing into it"),
     ):
         run_rung(

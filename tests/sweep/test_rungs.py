@@ -11,7 +11,7 @@ from training_runs import QUIET, cut_off, records_of, train_in
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import RankError, UserError
-from flyte_ddp.core.runs.checkpoint import verify_checkpoints
+from flyte_ddp.core.runs.checkpoint import find_newest_checkpoint
 from flyte_ddp.core.runs.run_folder import OUTPUTS, RUNG, UNFINISHED
 from flyte_ddp.core.text.json_lines import read_records
 from flyte_ddp.core.training import train as training
@@ -86,7 +86,7 @@ def test_a_trial_killed_in_each_rung_ends_as_a_direct_run(
         rung = rung_of(folder)
         assert rung["step"] == step
         assert not [name for name in OUTPUTS if (folder / name).exists() or (folder / UNFINISHED / name).exists()]
-        found, _ = verify_checkpoints(folder / UNFINISHED / "checkpoints")
+        found, _ = find_newest_checkpoint(folder / UNFINISHED / "checkpoints")
         assert found is not None
         assert found.step == step
     if steps[1] == 14 and hp.eval_interval == 1:  # a direct run evaluates there, too

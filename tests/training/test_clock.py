@@ -54,7 +54,7 @@ def make_device(monkeypatch: pytest.MonkeyPatch) -> tuple[Device, Clock]:
 def train(device: Device, clock: Clock, steps: int, *, host: float, kernel: float, load: float = 0.0) -> float:
     """Train as the library does: the host waits for the loss of the step before. Return the seconds from step 2 on."""
     last, begin = 0.0, 0.0
-    for step in clock.time_steps(range(steps)):
+    for step in clock.iterate_and_time_steps(range(steps)):
         if step == 1:
             begin = device.now
         elif not step:
@@ -107,7 +107,7 @@ def test_a_resumed_run_has_the_time_of_both_processes(monkeypatch: pytest.Monkey
     train(device, clock, 100, host=1e-3, kernel=1e-4)
     earlier, total = dict(clock.seconds), clock.total()
     device, clock = make_device(monkeypatch)
-    clock.add_earlier(earlier, total)
+    clock.add_earlier_seconds(earlier, total)
     assert clock.seconds == earlier
     train(device, clock, 100, host=1e-3, kernel=1e-4)
     assert clock.seconds == {name: pytest.approx(2 * seconds) for name, seconds in earlier.items()}
@@ -125,7 +125,7 @@ def test_evaluation_and_work_of_a_cpu_need_no_events() -> None:
     with pytest.raises(ArithmeticError), on_cpu("data"):
         raise ArithmeticError
     assert 0.0 < on_cpu.seconds["data"] <= on_cpu.total(), "a block that raises is counted"
-    assert [*on_cpu.time_steps("ab")] == ["a", "b"]
+    assert [*on_cpu.iterate_and_time_steps("ab")] == ["a", "b"]
     assert on_cpu.seconds.keys() == {"data"}, "a CPU waits for nobody"
 
 

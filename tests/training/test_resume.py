@@ -170,7 +170,7 @@ def write(path: Path, step: int) -> None:
 )
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
     write(tmp_path / "a.ckpt", 1)
-    found = checkpoint.verify_checkpoints(tmp_path)[0]
+    found = checkpoint.find_newest_checkpoint(tmp_path)[0]
     checkpoint.check_same_run(found, OWN)
     with pytest.raises(UserError) as caught:
         checkpoint.check_same_run(found, replace(OWN, **change))

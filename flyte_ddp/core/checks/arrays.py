@@ -13,8 +13,8 @@ class DamagedArraysError(ValueError):
     """A file is no NumPy file, or holds more than the reader accepts."""
 
 
-def map_array(path: Path) -> NDArray[Any]:
-    """Return the memory-mapped array of an ``.npy`` file.
+def map_array_file(path: Path) -> NDArray[Any]:
+    """Open an ``.npy`` file as a memory-mapped array, read-only.
 
     Raises:
         DamagedArraysError: The file is damaged, or holds pickled objects.
@@ -30,7 +30,7 @@ def map_array(path: Path) -> NDArray[Any]:
 
 
 def read_arrays(file: Path | bytes, most_bytes: int) -> dict[str, NDArray[Any]]:
-    """Return all arrays of an ``.npz`` file by name.
+    """Load all arrays of an ``.npz`` file into memory, by name.
 
     Raises:
         DamagedArraysError: The file is damaged, or unpacks to more than ``most_bytes``.

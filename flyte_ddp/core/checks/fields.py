@@ -16,7 +16,7 @@ from dataclasses_json import DataClassJsonMixin
 
 from flyte_ddp.core.checks.parsing import JsonObject, parse_json, parse_yaml_number
 from flyte_ddp.core.errors import UserError, unknown_name_error
-from flyte_ddp.core.text.credentials import refuse_credentials
+from flyte_ddp.core.text.credentials import check_no_credentials
 
 BOUNDS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt, "below": operator.lt}
 TYPES: dict[type, str] = {
@@ -43,7 +43,7 @@ def setting(
     number: bool = False,
     **bounds: float,
 ) -> Any:
-    """Return a dataclass field with a default, a help text, and rules for :func:`convert_value`.
+    """Return a dataclass field with a default, a help text, and rules that values are checked against.
 
     Args:
         default: The default value.
@@ -79,7 +79,7 @@ class CheckedFields(DataClassJsonMixin):
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            object.__setattr__(self, field.name, convert_value(field, getattr(self, field.name)))
+            object.__setattr__(self, field.name, check_and_convert_value(field, getattr(self, field.name)))
 
     def __repr__(self) -> str:
         """Return the call that makes an equal object, without fields that have their defaults."""
@@ -89,7 +89,7 @@ class CheckedFields(DataClassJsonMixin):
 
     @classmethod
     def check_field_names(cls, values: Any) -> JsonObject:
-        """Return a mapping as a new dict. Raises UserError if ``values`` is no mapping or has an unknown key."""
+        """Raise UserError if ``values`` is no mapping or has an unknown key. Returns the mapping as a new dict."""
         if not isinstance(values, Mapping):
             raise UserError(f"{cls.called}s must be a JSON object, got {short_repr(values)}")
         names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
@@ -100,7 +100,7 @@ class CheckedFields(DataClassJsonMixin):
 
     @classmethod
     def from_dict(cls, kvs: Any, **_: Any) -> Self:
-        """Return an instance from untrusted pairs. The inherited method would drop unknown keys and convert values.
+        """Return an instance from an untrusted mapping. Unlike the inherited method, rejects unknown keys.
 
         Raises:
             UserError: ``kvs`` is no mapping, a field is unknown, or a value does not fit.
@@ -137,12 +137,11 @@ class CheckedFields(DataClassJsonMixin):
         return {**vars(cls.from_dict(values))}
 
 
-def convert_value(field: "dataclasses.Field[Any]", value: Any) -> Any:
-    """Check a value against the rules of a field, and return the value in the field's type.
+def check_and_convert_value(field: "dataclasses.Field[Any]", value: Any) -> Any:
+    """Check a value against the rules of a field of :func:`setting`, and return the value in the field's type.
 
-    The field was made by :func:`setting`. In an int field 3.0 becomes 3, because the console's form has only doubles.
-    An object in a JSON field becomes text, and so does a number in a field with ``number``. In a field with ``own``,
-    any text with a colon is accepted, without a look-up of the callable.
+    In an int field, 3.0 becomes 3. In a JSON field, an object becomes text. In a field with ``number``, a number
+    becomes text. A field with ``own`` accepts any text with a colon, without importing the callable.
 
     Raises:
         UserError: The value does not fit, or is an address with a user name or a password.
@@ -150,7 +149,7 @@ def convert_value(field: "dataclasses.Field[Any]", value: Any) -> Any:
     rule = field.metadata
     kind: Any = field.type
     if rule["json"] and isinstance(value, Mapping):
-        value = dump_object(field.name, value)
+        value = dump_sorted_json(field.name, value)
     if rule["number"] and type(value) in (int, float):
         value = repr(value)
     if kind is bool or kind is str:
@@ -163,7 +162,7 @@ def convert_value(field: "dataclasses.Field[Any]", value: Any) -> Any:
         raise UserError(f"{field.name}={short_repr(value)}: must be {must}")
     value = kind(value)
     if kind is str:
-        refuse_unfit_text(field.name, value)
+        check_text(field.name, value)
     choices = rule["choices"]
     if choices is not None and value not in choices and not (rule["own"] and ":" in value):
         raise unknown_name_error(field.name, value, [*choices, OWN_CODE] if rule["own"] else choices)
@@ -173,11 +172,11 @@ def convert_value(field: "dataclasses.Field[Any]", value: Any) -> Any:
     return value
 
 
-def dump_object(name: str, value: Mapping[Any, Any]) -> str:
+def dump_sorted_json(name: str, value: Mapping[Any, Any]) -> str:
     """Return a mapping as JSON text with sorted keys. Values that JSON lacks, such as dates, become texts.
 
     Raises:
-        UserError: The keys have types that cannot be sorted or written as JSON. The text names ``name``.
+        UserError: The keys have types that cannot be sorted or written as JSON. The error begins with ``name``.
     """
     try:
         return json.dumps(value, sort_keys=True, default=str)  # YAML has dates
@@ -185,11 +184,11 @@ def dump_object(name: str, value: Mapping[Any, Any]) -> str:
         raise UserError(f"{name}={short_repr(value)}: the keys must be text; put the keys in quotes") from None
 
 
-def refuse_unfit_text(name: str, value: str) -> None:
+def check_text(name: str, value: str) -> None:
     """Raise UserError if a text has credentials, or the character NUL, which no path may contain."""
     if "\0" in value:
         raise UserError(f"{name}={short_repr(value)}: must not contain the character NUL (\\0); remove the character")
-    refuse_credentials(name, value)
+    check_no_credentials(name, value)
 
 
 def short_repr(value: Any) -> str:

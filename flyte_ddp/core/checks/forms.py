@@ -16,17 +16,20 @@ COUNT = range(LARGEST_INT + 1)
 WORDS: dict[Any, str] = {**TYPES, dict: "an object", list: "a list", None: "null"}
 
 
-def require_form(value: Any, form: Any, where: str) -> None:
-    """Raise UserError that names the first wrong part unless a value has a form. ``where`` begins the text."""
+def check_form(value: Any, form: Any, where: str) -> None:
+    """Raise UserError if a JSON value does not have ``form`` (see the module). The error names the first wrong part.
+
+    ``where`` begins the error.
+    """
     if misfit := find_misfit(value, form, ""):
         raise UserError(f"{where}: {misfit}")
 
 
 def find_misfit(value: Any, form: Any, place: str) -> str:
-    """Return place, value and rule of the first part without the required form, or "" if all parts fit.
+    """Return a text about the first part of a value that does not have ``form``, or "" if all parts have.
 
-    ``place`` is the position of ``value`` in the whole, for example ``input.leaves``, and "" for the whole. If no form
-    of a tuple fits, the result is about the last form.
+    The text has place, value and rule. ``place`` is the position of ``value`` in the whole, for example
+    ``input.leaves``, or "" for the whole. If no form of a tuple fits, the text is about the last form.
     """
     if isinstance(form, tuple):
         found = [find_misfit(value, each, place) for each in form]
@@ -41,7 +44,7 @@ def find_misfit(value: Any, form: Any, place: str) -> str:
 
 
 def find_misfit_in_object(value: Mapping[str, Any], form: Mapping[Any, Any], place: str) -> str:
-    """Return place, value and rule of the first value without the required form, or the first missing key, or "".
+    """Return a text about an object's first missing key or first value without the form, or "" if all is right.
 
     ``place`` is "", or the position of the object with a final dot.
     """
@@ -53,9 +56,9 @@ def find_misfit_in_object(value: Mapping[str, Any], form: Mapping[Any, Any], pla
 
 
 def has_outer_form(value: Any, form: Any) -> bool:
-    """Return whether a value itself has a form, without a check of the items of lists and objects.
+    """Return whether a value has a form (see the module), without a look at the items of lists and objects.
 
-    The module's docstring describes forms. The form must not be a tuple. The form ``float`` rejects NaN and infinity.
+    The form must not be a tuple. The form ``float`` rejects NaN and infinity.
     """
     if isinstance(form, range):
         return type(value) is int and value in form
@@ -68,7 +71,7 @@ def has_outer_form(value: Any, form: Any) -> bool:
 
 
 def describe_form(form: Any) -> str:
-    """Return in words what a form requires of a value itself, without the value's parts."""
+    """Return a text of the values that a form allows, such as "a list". Items of lists are not described."""
     if isinstance(form, range):
         return f"a whole number from {form.start} to {form.stop - 1}"
     if isinstance(form, set):

@@ -20,14 +20,14 @@ class MisreadError(UserError):
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text.
+    """Parse a JSON text, and reject texts that other readers may misunderstand.
 
     Raises:
         MisreadError: A key occurs twice, or the text is nested more than 64 levels deep. This is also a ValueError.
         ValueError: The text is not JSON.
     """
     try:
-        value = json.loads(text, object_pairs_hook=make_object)
+        value = json.loads(text, object_pairs_hook=make_object_without_duplicates)
     except RecursionError:
         raise MisreadError(TOO_DEEP) from None
     inner = [value]
@@ -42,16 +42,16 @@ def list_parts(value: JsonObject | list[Any]) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value
 
 
-def make_object(pairs: list[tuple[str, Any]]) -> JsonObject:
-    """Return the pairs of a JSON object as a dict. Raises MisreadError if a key occurs twice."""
+def make_object_without_duplicates(pairs: list[tuple[str, Any]]) -> JsonObject:
+    """Return the pairs of a JSON object as a dict. Raises MisreadError (a UserError) if a key occurs twice."""
     made = dict(pairs)
     if len(made) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise MisreadError(f"the key {keys[find_doubled(keys) or 0]!r} occurs twice; remove one of the two")
+        raise MisreadError(f"the key {keys[find_first_duplicate(keys) or 0]!r} occurs twice; remove one of the two")
     return made
 
 
-def find_doubled(keys: Sequence[Hashable]) -> int | None:
+def find_first_duplicate(keys: Sequence[Hashable]) -> int | None:
     """Return the position of the first key that repeats an earlier key, or None if all keys differ."""
     known = set[Hashable]()
     for place, key in enumerate(keys):
@@ -62,17 +62,14 @@ def find_doubled(keys: Sequence[Hashable]) -> int | None:
 
 
 def parse_yaml_number(value: Any) -> Any:
-    """Convert a number that YAML 1.1 reads as text, for example "1e-1", to a float.
-
-    Other values are returned unchanged.
-    """
+    """Convert a text such as "1e-1", which YAML 1.1 reads as text, to a float. Other values are returned unchanged."""
     return float(value) if isinstance(value, str) and YAML_NUMBER.fullmatch(value) else value
 
 
-def list_texts(value: Any) -> Iterator[str]:
+def iterate_texts(value: Any) -> Iterator[str]:
     """Yield all texts of a JSON value, except the keys of objects."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (dict, list)):
         for each in list_parts(value):
-            yield from list_texts(each)
+            yield from iterate_texts(each)

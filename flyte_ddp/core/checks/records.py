@@ -34,14 +34,14 @@ class JsonRecord:
 
     @classmethod
     def from_json_value(cls, value: Any, where: str) -> Self:
-        """Return the record of a JSON object.
+        """Return the record that a JSON object stands for.
 
         Raises:
-            UserError: A field is missing, or a value has another type. The text begins with ``where``, and has the
-                place of the first misfit.
+            UserError: A field is missing, or a value has another type. The error begins with ``where``, and has the
+                place of the first wrong value.
         """
         try:
-            record: Self = convert(value, cls, "")
+            record: Self = convert_from_json(value, cls, "")
         except MisfitError as error:
             raise UserError(f"{where}: {error}") from None
         return record
@@ -50,69 +50,75 @@ class JsonRecord:
         """Return the record as a JSON object. Skips None and empty values if they are the default of the field."""
         values: JsonObject = {"kind": self.kind} if self.kind else {}
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            value = write_value(getattr(self, field.name))
+            value = convert_to_json_value(getattr(self, field.name))
             if "prefix" in field.metadata:
                 values |= {field.metadata["prefix"] + key: item for key, item in value.items()}
-            elif not (value in EMPTY and value == write_value(find_default(field))):
+            elif not (value in EMPTY and value == convert_to_json_value(get_default(field))):
                 values[field.name] = value
         return values
 
 
-def write_value(value: Any) -> Any:
+def convert_to_json_value(value: Any) -> Any:
     if isinstance(value, JsonRecord):
         return value.to_json_value()
     if isinstance(value, Mapping):
-        return {key: write_value(item) for key, item in value.items()}
-    return [*map(write_value, value)] if isinstance(value, (list, tuple)) else value
+        return {key: convert_to_json_value(item) for key, item in value.items()}
+    return [*map(convert_to_json_value, value)] if isinstance(value, (list, tuple)) else value
 
 
-def find_default(field: "dataclasses.Field[Any]") -> Any:
-    """Return the default of a field, or MISSING if the field has no default."""
+def get_default(field: "dataclasses.Field[Any]") -> Any:
+    """Return the default of a field, or ``dataclasses.MISSING`` if the field has no default."""
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 find_types = functools.cache(functools.partial(get_type_hints, include_extras=True))
 
 
-def convert(value: Any, kind: Any, place: str) -> Any:
-    """Return a JSON value in the type ``kind`` of a field.
+def convert_from_json(value: Any, kind: Any, place: str) -> Any:
+    """Return a JSON value converted to a field's type ``kind``, such as a JsonRecord or a tuple.
 
     Raises:
-        MisfitError: The value, at the position ``place`` in the whole, has another type.
+        MisfitError: The value does not have this type. The error has ``place``, the value's position in the whole.
     """
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        return convert_to_option(value, inner, place)
+        return convert_to_first_fitting_type(value, inner, place)
     is_record = isinstance(kind, type) and issubclass(kind, JsonRecord)
     form = {} if is_record or origin in (dict, Mapping) else [] if origin in LISTS else kind
     form = inner[1] if origin is Annotated else None if kind is NoneType else form
     if kind is not Any and not has_outer_form(value, form):
         raise MisfitError(f"{place or 'all'}={short_repr(value)}: must be {describe_form(form)}")
     if is_record:
-        return convert_object(value, kind, f"{place}." if place else "")
+        return convert_to_record(value, kind, f"{place}." if place else "")
     if origin in LISTS:
-        items = [convert(each, inner[0], f"{place}[{at}]") for at, each in enumerate(value)]
+        items = [convert_from_json(each, inner[0], f"{place}[{at}]") for at, each in enumerate(value)]
         return tuple(items) if origin is tuple else items
-    return {key: convert(each, inner[1], f"{place}.{key}") for key, each in value.items()} if form == {} else value
+    return (
+        {key: convert_from_json(each, inner[1], f"{place}.{key}") for key, each in value.items()}
+        if form == {}
+        else value
+    )
 
 
-def convert_to_option(value: Any, options: Sequence[Any], place: str) -> Any:
-    """Return a JSON value in the first type of ``options`` that it has.
+def convert_to_first_fitting_type(value: Any, options: Sequence[Any], place: str) -> Any:
+    """Return a JSON value converted to the first type of ``options`` that fits.
 
     Raises:
-        MisfitError: No type fits. The text is about the last type, but not about None.
+        MisfitError: No type fits. The error is about the last type other than None.
     """
     if value is None and NoneType in options:
         return None
     *others, last = (each for each in options if each is not NoneType)
     for each in others:
         with suppress(MisfitError):
-            return convert(value, each, place)
-    return convert(value, last, place)
+            return convert_from_json(value, each, place)
+    return convert_from_json(value, last, place)
 
 
-def convert_object(value: JsonObject, kind: Any, place: str) -> JsonRecord:
-    """Return the record of a JSON object. ``place`` is "", or the position of the object with a final dot.
+def convert_to_record(value: JsonObject, kind: Any, place: str) -> JsonRecord:
+    """Return the JsonRecord of class ``kind`` that a JSON object stands for.
+
+    ``place`` is "", or the position of the object with a final dot.
 
     Raises:
         MisfitError: A field is missing, or a value has another type.
@@ -123,10 +129,12 @@ def convert_object(value: JsonObject, kind: Any, place: str) -> JsonRecord:
         if prefix is not None:
             further = [key for key in value if key.startswith(prefix) and key not in (*types, "kind")]
             inner = get_args(form)[1]
-            values[name] = {key.removeprefix(prefix): convert(value[key], inner, f"{place}{key}") for key in further}
+            values[name] = {
+                key.removeprefix(prefix): convert_from_json(value[key], inner, f"{place}{key}") for key in further
+            }
         elif name in value:
-            values[name] = convert(value[name], form, f"{place}{name}")
-        elif find_default(field) is dataclasses.MISSING:
+            values[name] = convert_from_json(value[name], form, f"{place}{name}")
+        elif get_default(field) is dataclasses.MISSING:
             raise MisfitError(f"{place}{name} is missing")
     record: JsonRecord = kind(**values)
     return record

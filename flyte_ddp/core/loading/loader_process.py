@@ -99,7 +99,7 @@ def run_loader_process(pipe: Connection) -> None:
     Changes settings of this process. SIGINT, SIGTERM and SIGHUP are ignored, and torch uses one thread. On SIGUSR1, the
     stack is written to ``pipe``.
     """
-    process.restore_start_method()
+    process.use_default_start_method()
     process.ignore_signals(process.SIGNALS)  # so that a rank that is asked to stop can finish its last steps
     multiprocessing.current_process().daemon = False  # so that user code may start processes by multiprocessing
     faulthandler.register(signal.SIGUSR1, file=pipe.fileno(), all_threads=False)  # for a rank that waits too long

@@ -60,7 +60,7 @@ class LoaderThreads:
         if len(done) < len(tasks) and not any(task.exception() for task in done):
             frames = [frame for thread, frame in sys._current_frames().items() if thread in self.list_threads()]
             stacks = ["".join(traceback.format_stack(frame)) for frame in frames]
-            raise waiting.late_error("a batch from decoding threads", "\n".join(stacks))
+            raise waiting.make_late_error("a batch from decoding threads", "\n".join(stacks))
         return [task.result() for task in tasks]
 
     def list_threads(self) -> set[int | None]:

@@ -30,7 +30,7 @@ from flyte_ddp.core.loading.loader_process import END, NAME, STARTED, Call, run_
 from flyte_ddp.core.loading.sample_loader import Loaded, SampleLoader
 from flyte_ddp.core.lookahead import start_ahead
 from flyte_ddp.core.machine import waiting
-from flyte_ddp.core.machine.process import read_stack, spawn_context
+from flyte_ddp.core.machine.process import open_spawn_context, request_stack
 from flyte_ddp.core.order.random_state import keep_random_state
 from flyte_ddp.core.order.sampling import Indices
 
@@ -77,7 +77,10 @@ class LoaderPool:
         self.memories: list[BatchMemory] = []
         self.free: list[BatchMemory] = []
         self.started = False
-        with translate_resource_errors(f"{workers} loader processes", "FLYTE_DDP_LOADERS"), spawn_context() as context:
+        with (
+            translate_resource_errors(f"{workers} loader processes", "FLYTE_DDP_LOADERS"),
+            open_spawn_context() as context,
+        ):
             pipes, self.exits = [context.Pipe() for _ in range(workers)], context.Pipe(duplex=False)
             self.workers = {ours.fileno(): Worker(number, ours) for number, (ours, _) in enumerate(pipes)}
             arguments = [theirs for _, theirs in pipes], self.exits[1], waiting.limit_seconds
@@ -222,8 +225,10 @@ class LoaderPool:
         loading = [worker for worker in self.workers.values() if worker.tasks]
         if any(worker.pid is None for worker in loading):
             return MachineError(f"a loader process has not started within {START_SECONDS:g} s")
-        stacks = [worker.pid and read_stack(worker.pid, worker.pipe, END_SECONDS) for worker in loading]
-        return waiting.late_error("a batch from loader processes", "\n".join(stack or NO_STACK for stack in stacks))
+        stacks = [worker.pid and request_stack(worker.pid, worker.pipe, END_SECONDS) for worker in loading]
+        return waiting.make_late_error(
+            "a batch from loader processes", "\n".join(stack or NO_STACK for stack in stacks)
+        )
 
     def take_unused_memory(self) -> BatchMemory:
         """Return an unused memory, or a new memory if all are in use.

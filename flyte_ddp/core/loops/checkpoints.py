@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from flyte_ddp.core.errors import UserError
-from flyte_ddp.core.machine.device_copy import copy_to_cpu, map_leaves
+from flyte_ddp.core.machine.device_copy import copy_to_cpu, map_state_leaves
 from flyte_ddp.core.models.state_dicts import find_unloadable_value
 from flyte_ddp.core.runs.checkpoint import FOLDER, Checkpoint, Identity, State, load_state
 from flyte_ddp.core.runs.checkpoint_writer import CheckpointWriter, Snapshot
@@ -47,12 +47,12 @@ class Checkpoints(CheckpointWriter):
         self.asked = self.used = self.stop_requested = False
 
     def due(self) -> bool:
-        """Return whether a save is due. A call shows :meth:`save_last` that the function asks."""
+        """Return whether a save is due. A call also tells :meth:`save_last` that the function asks."""
         self.asked = self.used = True
         return self.stop_requested or 0 < self.checkpoint_seconds <= time.monotonic() - self.last_time
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Copy a state to the CPU for the thread to write, and do not wait for the writing.
+        """Copy a state to the CPU, and let the thread write the copy as a checkpoint. Does not wait for the writing.
 
         The next save is due ``checkpoint_seconds`` after this call.
 
@@ -60,11 +60,11 @@ class Checkpoints(CheckpointWriter):
             UserError: The step is earlier than the last step, or torch.load would reject the state.
         """
         self.used = True
-        check_step("save", step, self.last_step)
+        check_step_not_before("save", step, self.last_step)
         if not isinstance(state, Mapping):
             raise UserError(f"save: the state is a {type(state).__name__}; give a dict, such as {{'model': ...}}")
-        new_types = find_types(state) - self.checked_types
-        if new_types and (refused := find_unloadable_value(empty_tensors(dict(state)))):
+        new_types = list_types(state) - self.checked_types
+        if new_types and (refused := find_unloadable_value(replace_tensors_by_empty(dict(state)))):
             raise UserError(
                 f"save: torch.load(weights_only=True) rejects state[{refused[0]!r}]; use only tensors, Python "
                 "numbers, strings, and lists and dicts of them"
@@ -74,15 +74,14 @@ class Checkpoints(CheckpointWriter):
         metrics_bytes = metrics.stat().st_size if metrics.exists() else 0
         copied = Snapshot(0, step, metrics_bytes, copy_to_cpu(dict(state)))
         self.last_step, self.last_time = step, time.monotonic()
-        self.put(copied)
+        self.hand_to_thread(copied)
 
     def save_last(self, seconds: float) -> int:
-        """Request a save, wait for the function to save, and return the newest checkpoint's step.
+        """Request a save, wait until the function has saved, and return the newest checkpoint's step.
 
-        Without a checkpoint returns 0. Waits for up to 90 % of ``seconds``. If the function never asks whether a save
-        is due, waits for at most 8 s. If the function has returned, or has neither saved, loaded nor asked, does not
-        wait. Then waits without a limit until a state that was saved in time is written. After this call no checkpoint
-        is written.
+        Without a checkpoint, returns 0. Waits for up to 90 % of ``seconds``, or 8 s if the function never asks whether
+        a save is due. Does not wait if the function has returned, or has neither saved, loaded nor asked. Then waits
+        without a limit until a saved state is written. After this call no checkpoint is written.
         """
         limit = ANSWER_SHARE * seconds
         deadline = time.monotonic() + (limit if self.asked else min(limit, UNANNOUNCED_SECONDS))
@@ -92,26 +91,26 @@ class Checkpoints(CheckpointWriter):
                 is_saved = lambda: self.closed or self.handled > so_far  # noqa: E731
                 self.changed.wait_for(is_saved, max(0.0, deadline - time.monotonic()))
         self.wait_until_written()
-        self.refuse_more()  # because the caller reports this step as the step to resume after
+        self.reject_later_snapshots()  # because the caller reports this step as the step to resume after
         with self.write_lock:  # no file is being written
             return self.newest_step
 
     def load(self) -> State | None:
-        """Wait until the last save is written, and return the newest checkpoint's state from disk.
+        """Wait until the last save is written, and load the newest checkpoint's state. Without a checkpoint, None.
 
-        The tensors are on the CPU, and most are mapped from the file. Without a checkpoint returns None.
+        The tensors are on the CPU, and most are mapped from the file.
         """
         self.used = True
         self.wait_until_written()
         if self.newest is None:
             return None
-        return load_state(self.newest) if self.link is None else self.load_linked(self.newest, self.link)
+        return load_state(self.newest) if self.link is None else self.load_state_from_link(self.newest, self.link)
 
-    def load_linked(self, found: Checkpoint, link: Path) -> State:
-        """Return the checkpoint's state, mapped from a link that is kept until :meth:`close`.
+    def load_state_from_link(self, found: Checkpoint, link: Path) -> State:
+        """Create a hard link to the checkpoint, and return the state with tensors mapped from the link.
 
-        If links fail, returns a copy. Without a link, a file server drops the checkpoint file when another host
-        replaces the file, and reading a mapped tensor is then fatal.
+        The link stays until :meth:`close`. If links fail, returns a copy. Without a link, a file server may drop the
+        file when another host replaces the file. Reading a mapped tensor is then fatal.
         """
         try:
             link.unlink(missing_ok=True)  # of an attempt that was killed
@@ -128,21 +127,18 @@ class Checkpoints(CheckpointWriter):
                 self.link.unlink(missing_ok=True)
 
 
-def find_types(value: Any) -> set[type]:
+def list_types(value: Any) -> set[type]:
     inner = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
     parts = inner if isinstance(inner, (list, tuple)) else ()
-    return {type(value)}.union(*map(find_types, parts))
+    return {type(value)}.union(*map(list_types, parts))
 
 
-def empty_tensors(value: Any) -> Any:
-    """Return a copy of a value with an empty tensor in place of each tensor.
-
-    With the copy, torch.save need not write the tensors' data.
-    """
-    return map_leaves(value, lambda _: torch.empty(0), lambda other: other)
+def replace_tensors_by_empty(value: Any) -> Any:
+    """Return a copy of a value with an empty tensor in place of each tensor, for a quick trial save."""
+    return map_state_leaves(value, lambda _: torch.empty(0), lambda other: other)
 
 
-def check_step(what: str, step: int, last: int) -> None:
+def check_step_not_before(what: str, step: int, last: int) -> None:
     """Raise UserError if ``step`` is not a whole number from 0 on, or is below the step ``last``.
 
     ``what`` names the called method in the error.

@@ -66,9 +66,9 @@ class CurrentRank:
         self._join()
 
     def load(self) -> State | None:
-        """Return the last state of :meth:`save` in an earlier attempt, on the CPU.
+        """Load the last state that :meth:`save` has saved in an earlier attempt, onto the CPU.
 
-        Without a saved state returns None. All ranks must call this method equally often. Rank 0 waits for all ranks,
+        Without a saved state, returns None. All ranks must call this method equally often. Rank 0 waits for all ranks,
         up to the run's time limit. A single rank also gets a state that was saved in this attempt.
 
         Raises:
@@ -113,10 +113,10 @@ class CurrentRank:
         return self.rank == 0 and self._checkpoints.due()
 
     def seed_step(self, step: int, seed: int = 0) -> None:
-        """Seed torch, NumPy and Python in this process by ``seed``, this rank and ``step``.
+        """Seed the global random generators of torch, NumPy and Python from ``seed``, this rank and ``step``.
 
-        Call this method first in each step. Noise and dropout then differ from rank to rank. A step that is repeated
-        after a resume has the same noise. Processes of a DataLoader are not seeded.
+        Call this method first in each step. Noise and dropout then differ from rank to rank, but are the same if the
+        step is repeated after a resume. Processes of a DataLoader are not seeded.
         """
         bits = draw_bits_of_one_sample(seed, step, self.rank)
         Generators(torch.default_generator, random, np.random).seed_each(bits)
@@ -124,9 +124,9 @@ class CurrentRank:
             torch.cuda.manual_seed(bits)
 
     def record(self, step: int, **values: SupportsFloat) -> None:
-        """Record rank 0's numbers of a step in metrics.jsonl, the progress, the page, and wandb.
+        """Write rank 0's numbers of a step to metrics.jsonl, and show the numbers as progress.
 
-        The numbers of other ranks are ignored.
+        The report and wandb read metrics.jsonl. The numbers of other ranks are ignored.
 
         Args:
             step: How many steps are done. Several calls may have the same step.
@@ -159,9 +159,10 @@ def set_current_rank(rank: CurrentRank | None) -> CurrentRank | None:
 
 
 def make_rank_without_launcher() -> CurrentRank:
-    """Return rank 0 of 1, or the rank of torchrun's environment variables, with a temporary folder.
+    """Make the CurrentRank of a process that no launcher has started, with a temporary folder.
 
-    When the process ends, waits for the last save, destroys a process group of gloo, and deletes the folder.
+    The rank is 0 of 1, or the rank of torchrun's environment variables. When the process ends, waits for the last save,
+    destroys a process group of gloo, and deletes the folder.
     """
     names = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
     rank, world_size, local_rank = (int(os.environ.get(name, default)) for name, default in names)

@@ -34,8 +34,8 @@ AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 def run_function(rank: Rank) -> None:
     """Call the user-defined function in this rank, and write rank 0's return value to ``returned.pickle``.
 
-    All ranks must call this function, which waits for all ranks. Sets torchrun's environment variables during the call.
-    Exceptions of the user-defined function are passed on.
+    All ranks must call this function. Returns when all ranks are done. Sets torchrun's environment variables during the
+    call. Exceptions of the user-defined function pass through.
 
     Raises:
         RuntimeError: The user-defined function called ``sys.exit``.
@@ -44,8 +44,8 @@ def run_function(rank: Rank) -> None:
     call: Call = rank.work.arguments
     store = rank.open_store()
     with (
-        torchrun_variables(rank, store.port),
-        default_group_timeout(rank.work.settings.timeout),
+        set_torchrun_variables(rank, store.port),
+        set_default_group_timeout(rank.work.settings.timeout),
         separate_group_stores(),
         provide_current_rank(rank, store) as current,
         destroy_process_group_at_end(rank),
@@ -57,17 +57,18 @@ def run_function(rank: Rank) -> None:
             raise RuntimeError(f"called sys.exit({error.code!r}); return, or raise an exception, instead") from error
         current._checkpoints.close()  # from now on a request to save does not wait for the user-defined function
         if rank.info.rank == 0:
-            write_returned(value, rank.work.output_folder / RETURNED)
+            write_return_value(value, rank.work.output_folder / RETURNED)
             if current._records is not None:
                 current._records.end()
-        leave_together(rank, store)
+        wait_until_all_have_ended(rank, store)
 
 
 @contextmanager
 def provide_current_rank(rank: Rank, store: Any) -> Iterator[CurrentRank]:
-    """Yield this rank, which :func:`current_rank` returns in the block. Record the run's start and its restarts.
+    """Make the CurrentRank of this rank, which :func:`current_rank` returns during the block, and yield this object.
 
-    During the block the launcher can request saves. At the end of the block writes the last save.
+    On rank 0, writes the run's start and restarts to metrics.jsonl. During the block, the launcher can request saves.
+    At the end of the block, waits until the last save is written.
     """
     work, info, settings = rank.work, rank.info, rank.work.settings
     beside_writer = not work.sees_run_folder or work.world.hosts[info.rank] == work.world.hosts[0]
@@ -107,7 +108,7 @@ def provide_current_rank(rank: Rank, store: Any) -> Iterator[CurrentRank]:
 
 
 def make_start_record(rank: Rank, device: torch.device) -> FunctionStart:
-    """Return the start record: the function, its arguments, and the ranks."""
+    """Return the start record for metrics.jsonl: function, arguments, ranks and device."""
     call: Call = rank.work.arguments
     found = rank.work.checkpoint
     is_changed = found is not None and found.identity != rank.work.identity
@@ -125,7 +126,7 @@ def make_start_record(rank: Rank, device: torch.device) -> FunctionStart:
 
 @contextmanager
 def destroy_process_group_at_end(rank: Rank) -> Iterator[None]:
-    """Destroy the process group that the block has made, and restore ``sys.excepthook``.
+    """Destroy, at the end of the block, the process group that the block has made, and restore ``sys.excepthook``.
 
     After an exception, destroys the group only if the rank runs in the launcher's process.
     """
@@ -142,7 +143,7 @@ def destroy_process_group_at_end(rank: Rank) -> Iterator[None]:
 
 
 @contextmanager
-def torchrun_variables(rank: Rank, port: int) -> Iterator[None]:
+def set_torchrun_variables(rank: Rank, port: int) -> Iterator[None]:
     """Set torchrun's environment variables for the block, with MASTER_PORT=``port``, and restore them afterwards.
 
     On CPUs also makes Accelerate use the CPU. Resets Accelerate after the block, unless it was in use before.
@@ -174,7 +175,7 @@ def torchrun_variables(rank: Rank, port: int) -> Iterator[None]:
     os.environ.update({name: str(value) for name, value in variables.items()})
     os.environ.pop(AGENT_STORE, None)  # with it torch would wait in vain for a store at another port
     try:
-        with reset_accelerator():
+        with reset_accelerator_at_end():
             yield
     finally:
         for name, value in before.items():
@@ -204,10 +205,10 @@ def separate_group_stores() -> Iterator[None]:
 
 
 @contextmanager
-def reset_accelerator() -> Iterator[None]:
-    """Reset Accelerate after the block, unless it was in use before.
+def reset_accelerator_at_end() -> Iterator[None]:
+    """Reset the state of the library Accelerate after the block, unless Accelerate was in use before.
 
-    Accelerate keeps the ranks that it finds first.
+    Otherwise Accelerate would keep the ranks of its first use in a process.
     """
     module = "accelerate.state"
     knew = module in sys.modules and bool(sys.modules[module].PartialState._shared_state)
@@ -219,7 +220,7 @@ def reset_accelerator() -> Iterator[None]:
 
 
 @contextmanager
-def default_group_timeout(seconds: float) -> Iterator[None]:
+def set_default_group_timeout(seconds: float) -> Iterator[None]:
     """Set torch's default timeout of new process groups for the block."""
     # Lightning reads its default from `constants` when Lightning is imported.
     with ExitStack() as at_end:
@@ -230,10 +231,8 @@ def default_group_timeout(seconds: float) -> Iterator[None]:
         yield
 
 
-def write_returned(value: Any, path: Path) -> None:
-    """Pickle a function's return value to a file, with tensors on the CPU.
-
-    The launcher's host may have no GPU.
+def write_return_value(value: Any, path: Path) -> None:
+    """Pickle a function's return value to the file ``path``, with tensors on the CPU.
 
     Raises:
         UserError: The value cannot be pickled, or the file cannot be written.
@@ -249,12 +248,12 @@ def write_returned(value: Any, path: Path) -> None:
         file.write(content)
 
 
-def leave_together(rank: Rank, store: Any) -> None:
+def wait_until_all_have_ended(rank: Rank, store: Any) -> None:
     """Wait until all ranks have called this function. Call this function once for each ``store``.
 
-    Rank 0 leaves last, because rank 0 serves the store. First rank 0 waits until all ranks have called this function,
-    and then until the other ranks have left. Each wait may take up to the time limit. Other ranks wait for rank 0
-    without a limit. After the time limit, rank 1 prints that rank 0 has not returned.
+    Rank 0 returns last, because rank 0 serves the store. Rank 0 waits up to the time limit for the other ranks' calls,
+    and again for their returns. Other ranks wait for rank 0 without a limit. After the time limit, rank 1 prints that
+    rank 0 has not returned.
 
     Raises:
         CollectiveError: On rank 0, the time limit is over. On any rank, the connection to the store is lost.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.core.errors import UserError
-from flyte_ddp.core.loops.checkpoints import check_step
+from flyte_ddp.core.loops.checkpoints import check_step_not_before
 from flyte_ddp.core.progress import StepProgress
 from flyte_ddp.core.runs.metrics import FunctionEnd, MetricsRecord, ValuesRecord
 from flyte_ddp.core.runs.run_folder import METRICS
@@ -36,7 +36,7 @@ class Records:
         Raises:
             UserError: The step goes back, a value is not a number, or a name is ``kind`` or ``time``.
         """
-        check_step("record", step, self.step)
+        check_step_not_before("record", step, self.step)
         numbers = dict[str, float]()
         for name, value in values.items():
             if name in RESERVED_KEYS:

@@ -36,18 +36,18 @@ class Clock:
 
     @property
     def seconds(self) -> defaultdict[str, float]:
-        """Return a copy of the seconds by name, in finished blocks, on a GPU also STEPS."""
+        """Return the seconds of finished blocks by name, as a copy. On a GPU, STEPS has the seconds of all steps."""
         with self._lock:
             self._add_finished()
             return self._seconds.copy()
 
-    def add_earlier(self, seconds: dict[str, float], total: float) -> None:
-        """Count the ``seconds`` and ``total`` of the process in which the run began."""
+    def add_earlier_seconds(self, seconds: dict[str, float], total: float) -> None:
+        """Add the seconds by name, and the total, of an interrupted run that this process resumes."""
         self._seconds.update(seconds)
         self.started -= total
 
-    def time_steps(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the batch of each step, and count the seconds of the steps on a GPU."""
+    def iterate_and_time_steps(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield the batch of each step and, on a GPU, add up the seconds of the steps as STEPS."""
         began = time.perf_counter()
         for batch in batches:
             self.step += 1
@@ -61,14 +61,14 @@ class Clock:
         return Block(self, name, self.start_timing(name))
 
     def start_timing(self, name: str) -> Any:
-        """Return the start for ``add_since``: the host's time, or on a GPU an event in the GPU's queue."""
+        """Return the start for ``add_seconds_since``: the host's time, or a new event in the GPU's queue."""
         if self.event is None or name == "evaluation":  # evaluation waits for the device anyway
             return time.perf_counter()
         event = self.event()
         event.record()
         return event
 
-    def add_since(self, name: str, begin: Any) -> None:
+    def add_seconds_since(self, name: str, begin: Any) -> None:
         if isinstance(begin, float):
             self._seconds[name] += time.perf_counter() - begin
         elif self.step != 1:
@@ -96,7 +96,7 @@ class Block:
     def __enter__(self) -> None: ...
 
     def __exit__(self, *_: object) -> None:
-        self.clock.add_since(self.name, self.begin)
+        self.clock.add_seconds_since(self.name, self.begin)
 
 
 def make_clock(device: torch.device) -> Clock:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of a CPU tensor on the device, without waiting for the copy.
+    """Copy a CPU tensor to the device through page-locked memory, without waiting for the copy.
 
-    Copies from page-locked memory. If the device is a CPU, returns the same tensor.
+    If the device is a CPU, returns the same tensor.
     """
     if device.type == "cpu":
         return values
@@ -22,15 +22,15 @@ def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
 
 
 def copy_to_cpu(value: Any) -> Any:
-    """Return a deep copy of a value with its tensors detached and on the CPU.
+    """Return a deep copy of a value, with all tensors detached and on the CPU. Waits for the device.
 
-    A state_dict keeps its ``_metadata``.
+    A state_dict keeps the attribute ``_metadata``.
     """
-    return map_leaves(value, lambda leaf: leaf.detach().to("cpu", copy=True), copy.deepcopy)
+    return map_state_leaves(value, lambda leaf: leaf.detach().to("cpu", copy=True), copy.deepcopy)
 
 
-def map_leaves(value: Any, of_tensor: Callable[[Tensor], Tensor], of_other: Callable[[Any], Any]) -> Any:
-    """Return a copy of nested dicts, lists and tuples with replaced leaves.
+def map_state_leaves(value: Any, of_tensor: Callable[[Tensor], Tensor], of_other: Callable[[Any], Any]) -> Any:
+    """Return a copy of nested dicts, lists and tuples, in which each leaf is replaced.
 
     A tensor is replaced by ``of_tensor(tensor)``, and any other leaf by ``of_other(leaf)``. Objects of other container
     classes, also of subclasses, count as leaves.
@@ -39,8 +39,8 @@ def map_leaves(value: Any, of_tensor: Callable[[Tensor], Tensor], of_other: Call
         return of_tensor(value)
     if type(value) in (dict, OrderedDict):
         result = copy.copy(value)  # with ``_metadata``, which a new dict would not have
-        result.update({key: map_leaves(item, of_tensor, of_other) for key, item in value.items()})
+        result.update({key: map_state_leaves(item, of_tensor, of_other) for key, item in value.items()})
         return result
     if type(value) in (list, tuple):
-        return type(value)(map_leaves(item, of_tensor, of_other) for item in value)
+        return type(value)(map_state_leaves(item, of_tensor, of_other) for item in value)
     return of_other(value)

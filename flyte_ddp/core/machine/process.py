@@ -43,7 +43,7 @@ def set_malloc_option(option: int, value: int) -> None:
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Make Linux send this signal to this process when the thread that started the process ends.
+    """Make Linux send a signal (by default SIGKILL) to this process when the parent thread ends.
 
     Does nothing on other systems.
     """
@@ -59,9 +59,9 @@ def set_process_name(name: str) -> None:
 
 
 def become_subreaper(wanted: bool = True) -> bool:
-    """Set whether this process adopts its orphaned descendants (Linux only).
+    """Switch on or off that this process adopts orphaned descendants (Linux only).
 
-    Returns whether the process adopted orphans before.
+    Returns whether adoption was on before.
     """
     before = ctypes.c_int()
     prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
@@ -77,10 +77,7 @@ forking = threading.local()  # ``mask``: the signals that a thread blocked befor
 
 
 def block_before_fork() -> None:
-    """Block stop signals until the forked process has its own handlers.
-
-    A signal that comes earlier would be lost.
-    """
+    """Block stop signals around a fork, so that no signal is lost before the forked process has set its handlers."""
     forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS) if undo_in_forks else None
 
 
@@ -100,7 +97,7 @@ os.register_at_fork(before=block_before_fork, after_in_parent=unblock_after_fork
 
 @contextmanager
 def undone_in_forks(undo: Callable[[], object]) -> Iterator[None]:
-    """Call ``undo`` in each process that is forked during the block. The newest ``undo`` is called first."""
+    """Let each process that is forked during the block call ``undo`` first. Inner blocks come before outer blocks."""
     undo_in_forks.append(undo)
     try:
         yield
@@ -110,10 +107,10 @@ def undone_in_forks(undo: Callable[[], object]) -> Iterator[None]:
 
 
 @contextmanager
-def signal_handlers(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
-    """Set signal handlers during the block, and restore the earlier handlers afterwards.
+def use_signal_handlers(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
+    """Use other signal handlers during the block, and restore the earlier handlers afterwards.
 
-    Processes that are forked during the block have the earlier handlers. Outside the main thread does nothing.
+    Processes that are forked during the block use the earlier handlers. Does nothing outside the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -132,28 +129,25 @@ def set_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
         signal.signal(number, handler)
 
 
-def stop_signals() -> tuple[signal.Signals, ...]:
-    """Return the signals that ask a run to stop: SIGTERM, SIGINT, and SIGHUP unless it is ignored.
-
-    ``nohup`` ignores SIGHUP, so a closed terminal does not stop the run.
-    """
+def list_stop_signals() -> tuple[signal.Signals, ...]:
+    """Return the signals that ask a run to stop: SIGTERM, SIGINT and, unless ignored as by ``nohup``, SIGHUP."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return tuple(number for number in SIGNALS if not (ignored and number == signal.SIGHUP))
 
 
-def restore_start_method() -> None:
-    """Let processes of user code start by the platform's default method, not by spawn.
+def use_default_start_method() -> None:
+    """Let multiprocessing start processes by the platform's default method in this process, not by spawn.
 
-    This process was spawned. A spawned process imports torch anew, and gets functions and data by pickling.
+    Otherwise a spawned process would also spawn the processes of user code, which takes longer.
     """
     multiprocessing.set_start_method(None, force=True)
 
 
 def ignore_signals(numbers: Collection[signal.Signals]) -> None:
-    """Ignore and unblock signals in this process from now on, but not in its child processes.
+    """Ignore and unblock signals in this process from now on, but not in child processes.
 
-    The signals still end a program that this process starts. If this process blocked the signals or set SIG_IGN, the
-    program would inherit the setting.
+    The signals still end child processes and programs that this process starts. Does not use SIG_IGN, which programs
+    would inherit.
     """
     heeded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # not ignored by nohup
     before = {number: signal.signal(number, lambda *_: None) for number in heeded}
@@ -165,13 +159,13 @@ def ignore_signals(numbers: Collection[signal.Signals]) -> None:
 
 @contextmanager
 def postpone_signal(number: signal.Signals) -> Iterator[None]:
-    """Defer a signal that comes during the block, and raise the signal once at the end, also after an error.
+    """Hold back a signal during the block, and raise the signal once at the end, also after an error.
 
-    Outside the main thread does not defer the signal.
+    Does nothing outside the main thread.
     """
     came: list[int] = []
     try:
-        with signal_handlers({number: lambda number, _: came.append(number)}):
+        with use_signal_handlers({number: lambda number, _: came.append(number)}):
             yield
     finally:
         if came:
@@ -182,8 +176,7 @@ def postpone_signal(number: signal.Signals) -> Iterator[None]:
 def hide_main_script() -> Iterator[None]:
     """Keep processes that are spawned during the block from running the main script again.
 
-    During the block, the module ``__main__`` has no file and no spec. With pyflyte the main script takes 0.7 s in each
-    process.
+    During the block, the module ``__main__`` has no file and no spec.
     """
     main = vars(sys.modules["__main__"])
     before: Mapping[str, object] = {name: main[name] for name in ("__file__", "__spec__") if name in main}
@@ -196,11 +189,11 @@ def hide_main_script() -> Iterator[None]:
 
 
 @contextmanager
-def spawn_context() -> Iterator[SpawnContext]:
+def open_spawn_context() -> Iterator[SpawnContext]:
     """Yield multiprocessing's spawn context, whose new processes do not run the main script.
 
-    During the block this thread and new processes block SIGNALS. Starts multiprocessing's resource tracker, which is a
-    process.
+    During the block, this thread and new processes block the stop signals SIGNALS. Starts multiprocessing's resource
+    tracker, a process.
     """
     resource_tracker.ensure_running()  # before signals are blocked, because it unblocks them
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -212,9 +205,9 @@ def spawn_context() -> Iterator[SpawnContext]:
 
 
 def kill_descendants() -> None:
-    """Send SIGKILL to all descendants of this process, and wait up to KILL_SECONDS (5 s) for their end.
+    """Kill all descendants of this process, and wait up to 5 s (KILL_SECONDS) for their end.
 
-    Spares the helper processes of Python and torch.
+    Does not kill the helper processes of Python and torch.
     """
     kill_process_trees(lambda: list_children(os.getpid(), ended=True) - list_helper_pids())
 
@@ -230,17 +223,16 @@ def kill_descendants_and_exit(*_: object) -> NoReturn:
 
 @contextmanager
 def kill_new_descendants_at_end() -> Iterator[None]:
-    """Send SIGKILL, at the end of the block, to the processes that this thread has started in the block.
+    """Kill, at the end of the block, the processes that this thread has started in the block, and all descendants.
 
-    Also kills their descendants, and waits up to 5 s for the end of all. Spares the helper processes of Python and
-    torch. Adopted orphans are killed only in the main thread of a process that had no other children, because otherwise
-    their origin is unknown.
+    Waits up to 5 s for the end of the processes. Does not kill the helper processes of Python and torch. Kills adopted
+    orphans only in the main thread of a process that had no other children, because otherwise the origin is unknown.
 
-    First terminates the pools of multiprocessing that were made in the block. A pool whose workers were killed starts
-    new workers, and waits for ever when this process ends.
+    First terminates the pools of multiprocessing that were made in the block, because a pool would replace killed
+    workers.
     """
     before = list_children(os.getpid(), ended=True)
-    pools = find_pools()
+    pools = list_process_pools()
     in_main = threading.current_thread() is threading.main_thread()
     # If the last call is reached, it switches adoption on, and returns whether adoption was on before.
     adopts = in_main and not list_children(os.getpid()) - list_helper_pids() and not become_subreaper()
@@ -248,26 +240,25 @@ def kill_new_descendants_at_end() -> Iterator[None]:
         yield
     finally:
         # Ignores SIGCHLD, because torch's handler would raise an error about the killed DataLoader worker.
-        with signal_handlers({signal.SIGCHLD: signal.SIG_DFL}):
-            for pool in set(find_pools()) - set(pools):
+        with use_signal_handlers({signal.SIGCHLD: signal.SIG_DFL}):
+            for pool in set(list_process_pools()) - set(pools):
                 pool.terminate()
             kill_process_trees(lambda: list_children_of_this_thread() - before - list_helper_pids())
         if adopts:
             become_subreaper(False)
 
 
-def find_pools() -> list[Any]:
-    """Return the multiprocessing.Pools of processes that this process holds."""
+def list_process_pools() -> list[Any]:
+    """Return all ``multiprocessing.Pool`` objects of processes in this process."""
     if (module := sys.modules.get("multiprocessing.pool")) is None:
         return []
     return [each for each in gc.get_objects() if type(each) is module.Pool]
 
 
 def kill_process_trees(roots: Callable[[], Iterable[int]]) -> None:
-    """Send SIGKILL to the processes with the ids ``roots()`` and to their descendants.
+    """Kill the processes with the ids ``roots()`` and all descendants, and wait up to 5 s (KILL_SECONDS) for their end.
 
-    Repeats, with new ``roots()``, until none of the processes lives, for up to KILL_SECONDS (5 s). Does not raise if a
-    process remains.
+    Calls ``roots()`` and kills again until no process is left. If a process remains, does not raise an error.
     """
     deadline = time.monotonic() + KILL_SECONDS
     while (found := list_living_trees(roots())) and time.monotonic() < deadline:
@@ -278,7 +269,7 @@ def kill_process_trees(roots: Callable[[], Iterable[int]]) -> None:
 
 
 def list_living_trees(roots: Iterable[int]) -> list[int]:
-    """Return the ids of those ``roots`` and descendants that have not exited."""
+    """Return the ids of the processes ``roots`` and all descendants, without processes that have exited."""
     all_processes = list_processes()
     found = [pid for pid in roots if pid in all_processes]
     for each in found:  # zombies too, because a zombie has children while other threads of the process run
@@ -292,10 +283,10 @@ def list_children(pid: int, *, ended: bool = False) -> set[int]:
 
 
 def list_children_of_this_thread() -> set[int]:
-    """Return the ids of this thread's children, including zombies.
+    """Return the ids of the processes that this thread has started, including zombies.
 
-    The children of the main thread include adopted orphans. If Linux does not list the children of a thread, returns
-    all children of this process.
+    For the main thread, includes adopted orphans. If Linux does not list the children of a thread, returns all children
+    of this process.
     """
     children = list_children(os.getpid(), ended=True)
     with suppress(OSError):
@@ -305,7 +296,7 @@ def list_children_of_this_thread() -> set[int]:
 
 
 def list_processes() -> dict[int, tuple[int, bool]]:
-    """Return each process id with the parent's id and whether the process is alive.
+    """Return all processes of the machine: by process id, the parent's id and whether the process is alive.
 
     Returns {} on systems without ``/proc``.
     """
@@ -332,11 +323,11 @@ def list_helper_pids() -> set[int]:
     return found
 
 
-def read_stack(pid: int, pipe: Connection, seconds: float) -> str:
-    """Send SIGUSR1 to a process, and return the stack that the process then writes to the other end of ``pipe``.
+def request_stack(pid: int, pipe: Connection, seconds: float) -> str:
+    """Send SIGUSR1 to a process, and return the stack that the process then writes to ``pipe``.
 
     Waits up to ``seconds`` for the first text, and up to 0.5 s for each further text. The process must have called
-    ``faulthandler.register``. Otherwise the signal kills the process.
+    ``faulthandler.register``, because otherwise the signal kills the process.
 
     Returns:
         The stack, or "" if no text comes in time or the process has ended.
@@ -352,7 +343,7 @@ def read_stack(pid: int, pipe: Connection, seconds: float) -> str:
 
 
 def count_out_of_memory_kills() -> int:
-    """Return how many processes of this process's memory cgroup the kernel has killed for lack of memory.
+    """Return how many processes of this process's container (cgroup) the kernel has killed for lack of memory.
 
     Returns 0 if the number is unknown.
     """

@@ -54,7 +54,7 @@ class Cpu:
         parts = {"": self.vendor or platform.machine(), "family": self.family, "model": self.model, "with": widest}
         return " ".join(f"{name} {value}" for name, value in parts.items() if value).lstrip()
 
-    def bf16_support(self) -> Bf16:
+    def detect_bf16_support(self) -> Bf16:
         """Return whether bf16 is faster than fp32 on this CPU, as measured with the two small CNNs.
 
         Returns SLOWER if the speed was never measured, and NONE if the CPU has no bf16 instructions.
@@ -141,20 +141,20 @@ def count_gpus(devices: Path = Path("/dev")) -> int:
     return torch.cuda.device_count()
 
 
-def bf16_support(device_type: str) -> Bf16:
+def detect_bf16_support(device_type: str) -> Bf16:
     """Return the Bf16 of the CPU or of the current GPU. For a GPU initialises CUDA."""
     if device_type == "cpu":
-        return read_cpu().bf16_support()
+        return read_cpu().detect_bf16_support()
     import torch
 
     return Bf16.FASTER if torch.cuda.is_bf16_supported(including_emulation=False) else Bf16.NONE
 
 
 def detect_world(request: Request) -> World:
-    """Return this machine's World for a request, with a GPU for each rank or on CPUs.
+    """Choose the ranks of a run on this machine: how many, on GPUs or CPUs, and with how many threads.
 
-    For ``num_ranks`` 0, the World has a rank for each GPU. On CPUs it has a rank for each core, but at most 4 and at
-    most ``request.most``. Each rank has an equal share of the cores as threads.
+    For ``num_ranks`` 0, chooses a rank for each GPU or, on CPUs, for each core, but at most 4 and at most
+    ``request.most``. Each rank has an equal share of the cores as threads.
 
     Raises:
         UserError: ``backend`` is nccl and the machine has no GPU, or the machine has fewer GPUs than ranks.
@@ -184,8 +184,11 @@ def check_expected_gpus(visible: int) -> None:
 def choose_device_type(backend: str, has_gpus: bool, lack: str, other_fix: str = "") -> str:
     """Return "cuda" if GPUs exist and ``backend`` is not gloo, else "cpu".
 
-    ``lack`` and ``other_fix`` are parts of the error's text. ``lack`` is the reason, such as "the Ray cluster has no
-    GPU". ``other_fix`` follows the fixes.
+    Args:
+        backend: "auto", "gloo" or "nccl".
+        has_gpus: Whether GPUs exist.
+        lack: The reason in the error, such as "the Ray cluster has no GPU".
+        other_fix: A further fix at the end of the error.
 
     Raises:
         UserError: ``backend`` is nccl, and no GPU exists.
@@ -196,10 +199,9 @@ def choose_device_type(backend: str, has_gpus: bool, lack: str, other_fix: str =
 
 
 def choose_local_device_type(request: Request, gpus: int, who_has: str, other_fix: str = "") -> str:
-    """Return "cuda" or "cpu" for a request on a machine with this number of GPUs.
+    """Return "cuda" or "cpu" for a request on a machine with ``gpus`` GPUs, a GPU for each rank.
 
-    ``who_has`` begins the error's sentence, such as "this process sees". ``other_fix`` ends the sentence with a further
-    fix.
+    ``who_has`` is a part of the error, such as "this process sees". ``other_fix`` is a further fix in the error.
 
     Raises:
         UserError: ``backend`` is nccl and no GPU exists, or fewer GPUs than ranks exist.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from flyte_ddp.core.errors import MachineError
-from flyte_ddp.core.machine.process import signal_handlers, undone_in_forks
+from flyte_ddp.core.machine.process import undone_in_forks, use_signal_handlers
 
 limit_seconds = 600.0  # FLYTE_DDP_TIMEOUT, once a launcher or a rank has set it
 
@@ -28,20 +28,20 @@ waits: list[Wait] = []  # of this process, limited by the timer; the innermost i
 
 @contextmanager
 def limit_wait(what: str) -> Iterator[None]:
-    """Raise a MachineError with ``what`` and the stack if the block takes longer than ``limit_seconds``.
+    """Raise a MachineError in the block if the block takes longer than ``limit_seconds``. The error has the stack.
 
-    ``what`` names the awaited thing at the start of the error's text. If code in the block catches the error, the error
-    is raised again after the same time. A nested block has a separate limit, and the limit of the outer block then
-    begins again. A nested block costs a sixth of an outer block.
+    ``what`` names the awaited thing at the start of the error. If code in the block catches the error, the error is
+    raised again after the same time. A nested block has a separate limit, and then the limit of the outer block begins
+    again.
 
-    The limit uses the system timer and its signal, SIGALRM. It has no effect outside the main thread, and in C code
-    that never returns. It also has no effect if other code uses the timer, before or in the block.
+    Uses the system timer and the signal SIGALRM. Has no effect outside the main thread, in C code that never returns,
+    and if other code uses the timer.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
     elif waits:
         waits.append(Wait(what, time.monotonic()))
-        if not signal.getitimer(signal.ITIMER_REAL)[0] and signal.getsignal(signal.SIGALRM) is check_wait:
+        if not signal.getitimer(signal.ITIMER_REAL)[0] and signal.getsignal(signal.SIGALRM) is raise_if_wait_is_over:
             # Code within the outer block has used the timer.
             signal.setitimer(signal.ITIMER_REAL, limit_seconds, limit_seconds)
         try:
@@ -54,7 +54,7 @@ def limit_wait(what: str) -> Iterator[None]:
         yield
     else:
         waits.append(Wait(what, time.monotonic()))
-        with undone_in_forks(waits.clear), signal_handlers({signal.SIGALRM: check_wait}):
+        with undone_in_forks(waits.clear), use_signal_handlers({signal.SIGALRM: raise_if_wait_is_over}):
             signal.setitimer(signal.ITIMER_REAL, limit_seconds, limit_seconds)  # again, if code catches the error
             try:
                 yield
@@ -63,18 +63,18 @@ def limit_wait(what: str) -> Iterator[None]:
                 signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def check_wait(_: int, frame: FrameType | None) -> None:
-    """Raise a MachineError if the innermost wait has taken too long, else set the timer again."""
+def raise_if_wait_is_over(_: int, frame: FrameType | None) -> None:
+    """Raise a MachineError if the innermost block has taken too long, else set the timer again. Handles SIGALRM."""
     if not waits:  # the wait has ended
         return
     wait = waits[-1]
     left = wait.start + limit_seconds - time.monotonic()
     if left <= 0:
-        raise late_error(wait.what, "".join(traceback.format_stack(frame)))
+        raise make_late_error(wait.what, "".join(traceback.format_stack(frame)))
     signal.setitimer(signal.ITIMER_REAL, left, limit_seconds)
 
 
-def late_error(what: str, stack: str) -> MachineError:
+def make_late_error(what: str, stack: str) -> MachineError:
     error = MachineError(f"{what} was not ready within {limit_seconds:g} s (FLYTE_DDP_TIMEOUT)")
     error.add_note(f"It is at:\n{stack}")
     return error

@@ -208,7 +208,7 @@ class DDPSync(GradientSync):
                 raise self.failure from error
             raise
         if self.last_bucket_started is not None:  # the backward pass waits for the last bucket's all-reduce
-            self.clock.add_since(WAITED, self.last_bucket_started)
+            self.clock.add_seconds_since(WAITED, self.last_bucket_started)
 
     def prepare_backward(self, outputs: Any, loss: Tensor) -> None:
         """Let DDP wait only for gradients of parameters that ``loss`` depends on.

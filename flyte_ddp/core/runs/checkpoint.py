@@ -72,10 +72,7 @@ class Arithmetic(JsonRecord):
     strategy: str  # of gradients; empty for one rank
 
     def describe_changes(self, before: Iterable[Self]) -> str:
-        """Return the values that differ from ``before`` as text, such as "ranks 2, now 4".
-
-        Returns "" if no value differs.
-        """
+        """Return a text of the values that differ from ``before``, such as "ranks 2, now 4", or "" if none differs."""
         words = []
         for name, now in vars(self).items():
             earlier = [*dict.fromkeys(getattr(one, name) for one in before)]
@@ -121,7 +118,7 @@ class Handover:
     metrics: bytes  # what rank 0 has recorded
 
 
-def next_slot(folder: Path, newest: Path | None) -> Path:
+def choose_next_slot(folder: Path, newest: Path | None) -> Path:
     """Return the path for the next checkpoint, the file that is not ``newest``."""
     return folder / (SLOTS[1] if newest is not None and newest.name == SLOTS[0] else SLOTS[0])
 
@@ -148,11 +145,11 @@ def write_checkpoint(checkpoint: Checkpoint, state: Mapping[str, Any]) -> Checkp
     return replace(checkpoint, metrics=b"")
 
 
-def write_with_room(output_folder: Path, write: Callable[[], Result]) -> Result:
-    """Return the result of ``write()``, and make room on a full disk.
+def write_and_make_room(output_folder: Path, write: Callable[[], Result]) -> Result:
+    """Call ``write()``, and return the result. On a full disk, first deletes the run's older checkpoint.
 
-    If the disk is full, deletes the run's older checkpoint and calls ``write()`` again. The newest checkpoint stays. A
-    failing ``write`` must raise a UserError whose cause is an OSError.
+    Deletes the checkpoint only after ``write()`` has failed, and then calls ``write()`` again. The newest checkpoint
+    stays. A failing ``write`` must raise a UserError whose cause is an OSError.
     """
     try:
         return write()
@@ -160,7 +157,7 @@ def write_with_room(output_folder: Path, write: Callable[[], Result]) -> Result:
         cause, folder = error.__cause__, output_folder / FOLDER
         if not isinstance(cause, OSError) or cause.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        newest = verify_checkpoints(folder, most_bytes=QUICK_BYTES)[0]
+        newest = find_newest_checkpoint(folder, most_bytes=QUICK_BYTES)[0]
         older = [folder / name for name in SLOTS if newest is not None and (folder / name) != newest.path]
         if not any(path.exists() for path in older):
             raise
@@ -170,7 +167,7 @@ def write_with_room(output_folder: Path, write: Callable[[], Result]) -> Result:
 
 
 def read_checkpoint(path: Path, *, most_bytes: float = math.inf) -> Checkpoint | None:
-    """Return the checkpoint in a file, or None if the file does not exist.
+    """Return header and metrics of a checkpoint file, or None if the file does not exist. Does not load the state.
 
     Verifies the SHA-256 of each version of a file once in a process. If ``most_bytes`` is given, skips the SHA-256 of
     larger files, and returns empty metrics.
@@ -182,7 +179,7 @@ def read_checkpoint(path: Path, *, most_bytes: float = math.inf) -> Checkpoint |
         with path.open("rb") as file:
             version = file_version(path)
             if version not in verified and os.fstat(file.fileno()).st_size <= most_bytes:
-                verify_digest(file)
+                check_file_digest(file)
                 verified.update({version} if version else ())
             value, metrics = read_head(file, with_metrics=most_bytes == math.inf)
             header = Header.from_json_value(value, "header")
@@ -197,8 +194,8 @@ def read_checkpoint(path: Path, *, most_bytes: float = math.inf) -> Checkpoint |
     raise UnreadableError("its header is from another release")
 
 
-def verify_digest(file: BinaryIO) -> None:
-    """Raise UnreadableError if a file has another format, or does not match its SHA-256."""
+def check_file_digest(file: BinaryIO) -> None:
+    """Read a checkpoint file, and raise UnreadableError if the format or the SHA-256 is wrong."""
     start = file.read(len(FORMAT))
     left = max(0, file.seek(0, os.SEEK_END) - COMMENT_BYTES - LENGTH_BYTES)
     file.seek(0)
@@ -217,10 +214,9 @@ def verify_digest(file: BinaryIO) -> None:
 
 
 def read_head(file: BinaryIO, *, with_metrics: bool) -> tuple[Any, bytes]:
-    """Return the header and the metrics of a checkpoint, without torch.
+    """Return a checkpoint's header (a JSON value) and metrics, without importing torch.
 
-    If ``with_metrics`` is False, the metrics are empty. The head has a fixed place, because torch.save numbers tensors
-    from 0 in the order of the values. torch.save does not compress tensors.
+    If ``with_metrics`` is False, the metrics are empty.
 
     Raises:
         UnreadableError: The archive has been cut off.
@@ -239,10 +235,10 @@ def read_head(file: BinaryIO, *, with_metrics: bool) -> tuple[Any, bytes]:
 
 
 def load_state(checkpoint: Checkpoint) -> State:
-    """Return the saved state, on the CPU.
+    """Load a checkpoint's state onto the CPU.
 
-    Tensors are mapped from the file, so the ranks of a host share memory. While any tensor is kept, the file occupies
-    its place on the disk.
+    Tensors are memory-mapped, so the ranks of a host share memory. While any tensor is kept, a deleted file still
+    occupies the disk.
     """
     import torch
 
@@ -250,12 +246,11 @@ def load_state(checkpoint: Checkpoint) -> State:
     return state
 
 
-def verify_checkpoints(folder: Path, *, most_bytes: float = math.inf) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """Return the newest readable checkpoint (or None), and the faults of unreadable files by path.
+def find_newest_checkpoint(folder: Path, *, most_bytes: float = math.inf) -> tuple[Checkpoint | None, dict[Path, str]]:
+    """Return the newest readable checkpoint (or None), and what is wrong with unreadable files, by path.
 
-    Reads the headers of all files. Computes the SHA-256 of the newest file and of files with unreadable headers.
-    Computes the SHA-256 of an older file only if the newest file is damaged. If ``most_bytes`` is given, skips the
-    SHA-256 of larger files, and the returned checkpoint has empty metrics.
+    Verifies the SHA-256 of the newest file, and of an older file only if the newest file is damaged. If ``most_bytes``
+    is given, skips the SHA-256 of larger files, and the returned checkpoint has empty metrics.
     """
     unreadable: dict[Path, str] = {}
 
@@ -277,23 +272,23 @@ def verify_checkpoints(folder: Path, *, most_bytes: float = math.inf) -> tuple[C
     return next(filter(None, (read(found.path, most_bytes) for found in newest_first)), None), unreadable
 
 
-def trust_checkpoint(output_folder: Path, step: int) -> None:
-    """Skip the SHA-256 of a run's newest checkpoint from now on, if the checkpoint is of this step.
+def mark_checkpoint_as_verified(output_folder: Path, step: int) -> None:
+    """Skip the SHA-256 of a run's newest checkpoint from now on, if the checkpoint is of ``step``.
 
-    Call this function after a rank has written the checkpoint. The rank has computed the SHA-256 of the written bytes.
+    Call this function after a rank has reported that the checkpoint was written.
     """
-    newest = verify_checkpoints(output_folder / FOLDER, most_bytes=0)[0]
+    newest = find_newest_checkpoint(output_folder / FOLDER, most_bytes=0)[0]
     if newest is not None and newest.step == step and (version := file_version(newest.path)):
         verified.add(version)
 
 
-def newest_step(output_folder: Path) -> int | None:
-    """Return the step of a run's newest checkpoint. Computes the SHA-256 only of files up to 1 GiB.
+def find_newest_step(output_folder: Path) -> int | None:
+    """Return the step of a run's newest readable checkpoint. Verifies the SHA-256 only of files up to 1 GiB.
 
     Returns 0 if no checkpoint exists, and None if no existing checkpoint is readable.
     """
     # A stopping run has little time, so the SHA-256 of a large file is skipped.
-    found, unreadable = verify_checkpoints(output_folder / FOLDER, most_bytes=QUICK_BYTES)
+    found, unreadable = find_newest_checkpoint(output_folder / FOLDER, most_bytes=QUICK_BYTES)
     if found is not None:
         return found.step
     return None if unreadable else 0
@@ -302,8 +297,7 @@ def newest_step(output_folder: Path) -> int | None:
 def check_same_run(checkpoint: Checkpoint, identity: Identity) -> None:
     """Raise UserError if a checkpoint belongs to another run.
 
-    A user-defined function with changed code may resume if FLYTE_DDP_GO_ON names the run. Then prints that other code
-    saved the checkpoint.
+    If only the code of a user-defined function has changed, and FLYTE_DDP_GO_ON names the run, prints a notice instead.
     """
     theirs, ours = asdict(checkpoint.identity), asdict(identity)
     before, now = theirs.pop("hyperparameters"), ours.pop("hyperparameters")

@@ -32,8 +32,7 @@ class CheckpointWriter:
         output_folder: The folder of the run.
         identity: The identity of the run.
         found: The checkpoint from which this attempt resumes.
-        seconds: The interval at which :meth:`take_snapshot` is written (None: only snapshots of :meth:`put` are
-            written).
+        seconds: The interval at which :meth:`take_snapshot` is written (None: only for :meth:`hand_to_thread`).
         announce: Called with True before a file is written, and with False afterwards.
     """
 
@@ -51,7 +50,9 @@ class CheckpointWriter:
         self.write_lock = threading.Lock()  # held while the thread takes and writes a snapshot
         self.changed = threading.Condition()  # guards the attributes below and newest
         self.waiting: Snapshot | None = None
-        self.puts = self.handled = 0  # calls of put, and the number of the last call whose snapshot did not fail
+        self.puts = self.handled = (
+            0  # calls of hand_to_thread, and the number of the last call whose snapshot did not fail
+        )
         self.closed = self.failure_printed = False
         self.thread = threading.Thread(target=self._write_until_closed, name="checkpoints", daemon=True)
 
@@ -74,10 +75,10 @@ class CheckpointWriter:
         if self.thread.ident is None:
             self.thread.start()
 
-    def put(self, snapshot: Snapshot) -> None:
-        """Let the thread write a snapshot, unless the next snapshot arrives before.
+    def hand_to_thread(self, snapshot: Snapshot) -> None:
+        """Let the thread write a snapshot, without waiting. Starts the thread.
 
-        Starts the thread, and does not wait.
+        If the next snapshot comes before the thread begins to write, only the next snapshot is written.
         """
         with self.changed:
             self.waiting, self.puts = snapshot, self.puts + 1
@@ -88,7 +89,8 @@ class CheckpointWriter:
         with self.changed:
             self.changed.wait_for(lambda: self.closed or self.waiting is None)
 
-    def refuse_more(self) -> None:
+    def reject_later_snapshots(self) -> None:
+        """Let the thread end without writing a waiting or later snapshot. Does not wait for the thread."""
         with self.changed:
             self.closed = True
             self.changed.notify_all()
@@ -96,16 +98,19 @@ class CheckpointWriter:
     def close(self) -> None:
         """Wait until the waiting snapshot is written, and end the thread."""
         self.wait_until_written()
-        self.refuse_more()
+        self.reject_later_snapshots()
         if self.thread.ident is not None:
             self.thread.join()
 
-    def write_newest(self, waiting: Snapshot | None, *, now: bool) -> bool:
-        """Write a snapshot of the current state (only if ``now``), else the ``waiting`` snapshot.
+    def write_newest_snapshot(self, waiting: Snapshot | None, *, now: bool) -> bool:
+        """Write a checkpoint of the current state if ``now`` is True, else of the ``waiting`` snapshot.
 
-        Skips a snapshot that is older than the newest checkpoint or not resumable. The caller must hold write_lock. If
-        writing fails, returns False, and prints the first failure. Otherwise returns True, also if no snapshot was
-        written.
+        If the current state is already saved, writes the ``waiting`` snapshot. Skips a snapshot that is older than the
+        newest checkpoint or not resumable. The caller must hold write_lock.
+
+        Returns:
+            False if writing has failed, which is printed at the first failure. Otherwise True, even if nothing was
+                written.
         """
         position = (self.newest.step, self.newest.epoch) if self.newest else (0, 0)
         try:
@@ -121,10 +126,9 @@ class CheckpointWriter:
         return True
 
     def _write_until_closed(self) -> None:
-        """Write each waiting snapshot until closed.
+        """Write each waiting snapshot, and return when closed. This is the main function of the thread.
 
-        If no snapshot comes for ``seconds``, writes the current state. When closed, returns without writing a waiting
-        snapshot.
+        If no snapshot comes for ``seconds``, writes the current state. After closing, writes no waiting snapshot.
         """
         while True:
             with self.changed:
@@ -133,7 +137,7 @@ class CheckpointWriter:
             with self.write_lock:
                 if self.closed:
                     return
-                is_handled = self.write_newest(waiting, now=waiting is None)
+                is_handled = self.write_newest_snapshot(waiting, now=waiting is None)
             with self.changed:
                 if waiting is not None and is_handled:
                     self.handled = number
@@ -145,13 +149,15 @@ class CheckpointWriter:
         with (self.output_folder / METRICS).open("rb") as file:
             metrics = file.read(snapshot.metrics_bytes)  # not the records of steps after the snapshot
         newest = self.newest.path if self.newest else None
-        self.write_snapshot(snapshot, checkpoint.next_slot(self.output_folder / checkpoint.FOLDER, newest), metrics)
+        self.write_snapshot(
+            snapshot, checkpoint.choose_next_slot(self.output_folder / checkpoint.FOLDER, newest), metrics
+        )
 
     def write_snapshot(self, snapshot: Snapshot, path: Path, metrics: bytes) -> None:
-        """Write a snapshot to a file, which becomes the newest checkpoint.
+        """Write a snapshot to the checkpoint file ``path``, and make the file the newest checkpoint.
 
-        ``metrics`` holds the records up to the snapshot. Calls ``announce`` before and after the writing. On a full
-        disk, deletes the older checkpoint and tries again.
+        ``metrics`` is the content of metrics.jsonl up to the snapshot. Calls ``announce`` before and after the writing.
+        On a full disk, deletes the older checkpoint and tries again.
 
         Raises:
             UserError: The file cannot be written.
@@ -160,7 +166,7 @@ class CheckpointWriter:
         new = Checkpoint(epoch, step, trained_in, time.time(), self.identity, path, metrics)
         self.announce(True)
         try:
-            self.newest = checkpoint.write_with_room(
+            self.newest = checkpoint.write_and_make_room(
                 self.output_folder, lambda: checkpoint.write_checkpoint(new, snapshot.values)
             )
         finally:

@@ -154,7 +154,7 @@ KINDS: dict[str, type[MetricsRecord]] = {
 
 
 def read_metrics(path: Path) -> list[MetricsRecord]:
-    """Return the records of ``metrics.jsonl``. Lines that are no records are skipped.
+    """Read the records of a ``metrics.jsonl``. Lines that are no records are skipped.
 
     Raises:
         UserError: The file cannot be read, or a record lacks a field or has a value of another type.
@@ -166,7 +166,7 @@ def parse_metrics(values: Iterable[JsonObject], where: str) -> Iterator[MetricsR
     """Yield a record for each JSON object whose kind is known, and skip other objects.
 
     Raises:
-        UserError: A field is missing, or a value has another type. The text begins with ``where``.
+        UserError: A field is missing, or a value has another type. The error begins with ``where``.
     """
     for value in values:
         kind = value.get("kind")

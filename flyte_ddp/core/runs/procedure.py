@@ -16,13 +16,13 @@ from flyte_ddp.core.runs.work import Work
 def open_run(work: Work, folder: Path, outputs: Sequence[str], *, is_temporary: bool = False) -> Iterator[Work]:
     """Lock and prepare a run's folder, yield the work with the checkpoint to resume from, and publish a complete run.
 
-    The block must launch the yielded work and write the page. Prints the checkpoint's step, unless progress is off.
-    Without a checkpoint, empties metrics.jsonl and removes ``results/``.
+    The block must launch the yielded work and write report.html. Before the block, deletes ``outputs``, sets
+    metrics.jsonl back to the checkpoint, and prints the checkpoint's step, unless progress is off. Without a
+    checkpoint, empties metrics.jsonl and removes ``results/``.
 
-    If ranks write into ``unfinished/``, publishes the earlier run there before the block, and this run after the block,
-    each only if it is complete. A run is complete when report.html exists. A complete run is published also after an
-    error, such as Ctrl-C during the wait for wandb. Otherwise an error leaves checkpoints, metrics and results, and
-    ``finish_error`` completes the error.
+    A run is complete when report.html exists. If ranks write into ``unfinished/``, complete runs are moved from there
+    into ``folder``: an earlier run before the block, and this run after the block, even after an error. An error of an
+    incomplete run keeps checkpoints, metrics and results, and gets the step to resume from (``complete_error``).
 
     Args:
         work: The ranks' work without a checkpoint. Ranks write into ``folder``, or into ``unfinished/`` in it.
@@ -35,7 +35,7 @@ def open_run(work: Work, folder: Path, outputs: Sequence[str], *, is_temporary: 
         UserError: No existing checkpoint is readable, or the newest checkpoint is of another run.
     """
     output_folder, settings = work.output_folder, work.settings
-    with run_folder.hold_run_folder(folder):
+    with run_folder.lock_run_folder(folder):
         if output_folder != folder:
             run_folder.publish_if_complete(folder)
         if (output_folder / results.FOLDER).exists() and not (output_folder / run_folder.METRICS).exists():
@@ -50,7 +50,7 @@ def open_run(work: Work, folder: Path, outputs: Sequence[str], *, is_temporary: 
                 Progress(settings.progress).print_note(found.describe_resumption())
             yield replace(work, checkpoint=found)
         except BaseException as error:
-            run_folder.finish_error(error, None if is_temporary else output_folder)
+            run_folder.complete_error(error, None if is_temporary else output_folder)
             if not (output_folder / run_folder.REPORT).exists():  # otherwise the run is complete
                 with suppress(OSError):  # so that the first error is raised
                     run_folder.remove_outputs(output_folder, outputs)  # also partly written files of killed ranks

@@ -30,10 +30,10 @@ REPLACED = ".replaced"
 
 
 @contextmanager
-def hold_run_folder(folder: Path) -> Iterator[None]:
-    """Lock the folder during the block, without waiting.
+def lock_run_folder(folder: Path) -> Iterator[None]:
+    """Lock a run's folder during the block, or raise BusyError. Does not wait.
 
-    The lock is a file in ``.locks`` beside the folder, and stays there. The folder need not exist.
+    The lock is a file in ``.locks`` beside the folder, which is kept. The folder need not exist.
 
     Raises:
         BusyError: Another process or run holds the lock.
@@ -47,16 +47,16 @@ def hold_run_folder(folder: Path) -> Iterator[None]:
                 f"run folder {folder}: another run is writing into it; wait for that run to end, or name another folder"
             ) from None
         except OSError as error:
-            raise unwritable_folder_error(folder, error) from None
+            raise make_unwritable_folder_error(folder, error) from None
         try:
             yield
         except OSError as error:
             if isinstance(error.filename, str) and Path(error.filename).is_relative_to(folder):
-                raise unwritable_folder_error(folder, error) from error
+                raise make_unwritable_folder_error(folder, error) from error
             raise
 
 
-def unwritable_folder_error(folder: Path, error: OSError) -> UserError:
+def make_unwritable_folder_error(folder: Path, error: OSError) -> UserError:
     return UserError(
         f"run folder {folder}: {error.strerror}; it must be a writable folder: {suggest_fix(error, 'it')}, or name "
         "another folder (FLYTE_DDP_RUNS, or folder= of run_ranks)"
@@ -64,20 +64,14 @@ def unwritable_folder_error(folder: Path, error: OSError) -> UserError:
 
 
 def remove_outputs(folder: Path, names: Sequence[str]) -> None:
-    """Remove the named files and temporary files from a run's output folder.
-
-    Keeps the metrics, which show why a run failed.
-    """
+    """Remove the files ``names`` and all temporary files from a run's output folder."""
     for name in names:
         (folder / name).unlink(missing_ok=True)
     remove_temporary_files(folder)
 
 
 def remove_temporary_files(folder: Path, keep: str = "") -> None:
-    """Remove temporary files of killed processes from the run's folder.
-
-    Keeps the file named ``keep``, the checkpoints and the results.
-    """
+    """Remove the temporary files that killed processes have left in a run's folder, except the file named ``keep``."""
     inner = (*(folder / checkpoint.FOLDER).glob(".*.tmp"), *(folder / results.FOLDER).rglob(".*.tmp"))
     for path in (*folder.glob(".*.tmp"), *inner):
         if path.name != keep:
@@ -85,15 +79,15 @@ def remove_temporary_files(folder: Path, keep: str = "") -> None:
 
 
 def rewind_to_newest_checkpoint(output_folder: Path, identity: Identity) -> Checkpoint | None:
-    """Set metrics.jsonl back to the run's newest readable checkpoint, and return the checkpoint.
+    """Find a run's newest readable checkpoint, cut metrics.jsonl back to its step, and return the checkpoint.
 
-    The ``metrics`` of the returned checkpoint are empty. Prints which other files are damaged. If no checkpoint exists,
+    The returned checkpoint has empty ``metrics``. Prints which other files are damaged. If no checkpoint exists,
     empties metrics.jsonl, removes ``results/`` and returns None.
 
     Raises:
         UserError: No existing checkpoint is readable, or the newest checkpoint is of another run. Nothing is changed.
     """
-    found, unreadable = checkpoint.verify_checkpoints(output_folder / checkpoint.FOLDER)
+    found, unreadable = checkpoint.find_newest_checkpoint(output_folder / checkpoint.FOLDER)
     reasons = " and ".join(f"{path} ({why})" for path, why in unreadable.items())
     if found is None and unreadable:
         raise UserError(
@@ -113,8 +107,9 @@ def rewind_to_newest_checkpoint(output_folder: Path, identity: Identity) -> Chec
 
 
 def make_handover(output_folder: Path) -> Handover:
-    newest = checkpoint.verify_checkpoints(output_folder / checkpoint.FOLDER, most_bytes=0)[0]
-    path = checkpoint.next_slot(output_folder / checkpoint.FOLDER, newest.path if newest else None)
+    """Return what another rank needs to write a checkpoint in rank 0's place. Reads metrics.jsonl and checkpoints."""
+    newest = checkpoint.find_newest_checkpoint(output_folder / checkpoint.FOLDER, most_bytes=0)[0]
+    path = checkpoint.choose_next_slot(output_folder / checkpoint.FOLDER, newest.path if newest else None)
     position = (newest.step, newest.epoch) if newest else (0, 0)
     return Handover(path.name, *position, (output_folder / METRICS).read_bytes())
 
@@ -122,12 +117,11 @@ def make_handover(output_folder: Path) -> Handover:
 @postpone_signal(signal.SIGINT)
 @postpone_signal(signal.SIGTERM)
 def publish_if_complete(folder: Path) -> bool:
-    """Move a complete run from ``unfinished/`` to the locked run folder, and delete ``unfinished/`` with its
-    checkpoints.
+    """Move a complete run from ``unfinished/`` into the locked run folder, and delete ``unfinished/``.
 
-    Replaces the files of the last run. If the run in ``unfinished/`` is not complete, moves nothing. If this process is
-    killed meanwhile, the next call completes the move. Ctrl-C and SIGTERM wait for the end of the move. Returns whether
-    the run folder then holds a finished run.
+    Replaces the files of the last run, and deletes the checkpoints. If the run in ``unfinished/`` is not complete,
+    moves nothing. If this process is killed meanwhile, the next call completes the move. Ctrl-C and SIGTERM wait for
+    the end of the move. Returns whether the run folder now holds a finished run.
     """
     unfinished = folder / UNFINISHED
     replaced = unfinished / REPLACED  # the last run's results; its existence shows that the move has begun
@@ -151,22 +145,22 @@ def is_finished(folder: Path) -> bool:
     return all((folder / name).exists() for name in (METRICS, *OUTPUTS))
 
 
-def finish_error(error: BaseException, output_folder: Path | None) -> None:
-    """Complete the error that ends a run with how to resume and where the details are.
+def complete_error(error: BaseException, output_folder: Path | None) -> None:
+    """Add to a run's error from which step a new start resumes, and write the details to traceback.txt.
 
-    A KeyboardInterrupt gets a StoppedError as argument, whose text is shown. A RankError gets the step of the newest
-    checkpoint, and a file with the details in ``output_folder``. If the file cannot be written, prints the details to
-    stderr. If the run's files are temporary (None), the error says that a new run restarts from scratch.
+    Changes ``error``. A RankError gets the step of the newest checkpoint, and the path of ``traceback.txt`` in
+    ``output_folder``. A KeyboardInterrupt gets a StoppedError as argument, whose text is shown. If the file cannot be
+    written, prints the details to stderr. If the run's files are temporary (None), the step is 0.
     """
     if output_folder is None:
         if isinstance(error, (RankError, StoppedError)):
             error.step = 0
         return
     if isinstance(error, KeyboardInterrupt) and not error.args:
-        error.args = (StoppedError("Ctrl-C", checkpoint.newest_step(output_folder)),)
+        error.args = (StoppedError("Ctrl-C", checkpoint.find_newest_step(output_folder)),)
     if not isinstance(error, RankError):
         return
-    error.step = checkpoint.newest_step(output_folder)
+    error.step = checkpoint.find_newest_step(output_folder)
     cause = "".join(traceback.format_exception(error.__cause__)) if error.__cause__ is not None else ""
     if error.file is None and (error.details or cause):
         path, text = output_folder / TRACEBACK, "\n\n".join(filter(None, (str(error), cause.rstrip())))

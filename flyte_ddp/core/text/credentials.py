@@ -16,11 +16,11 @@ def mask_credentials(text: str) -> str:
     return USER_INFO.sub(r"\1***@", text)
 
 
-def refuse_credentials(name: str, value: str) -> None:
+def check_no_credentials(name: str, value: str) -> None:
     """Raise a UserError if an address in ``value`` has a user name or a password.
 
-    A secret may contain "/", "?", "#" or a space, which end the part that looks like a server. For this reason a colon
-    without a port is also rejected. The text names ``name``, and shows ``value`` without the secret.
+    Also rejects a colon that no port follows, because a password may contain "/" or "?". The error begins with
+    ``name``, and shows ``value`` without the secret.
     """
     for found in START.finditer(value):
         kind, server = found.groups()

@@ -47,10 +47,7 @@ def format_measure(name: str, value: float | None) -> str:
 
 
 def format_p_value(p: float, least: float = 1e-300) -> str:
-    """Return a p-value as "= 2.04e-09".
-
-    If below ``least``, return "< 1e-300", because small p-values may be rounded to 0.
-    """
+    """Return a p-value as text: "= 2.04e-09" or, below ``least``, "< 1e-300"."""
     return f"< {least:g}" if p < least else f"= {p:.3g}"
 
 
@@ -60,10 +57,10 @@ def format_sentence(text: str) -> str:
 
 
 def format_column(values: Sequence[str | float | None]) -> list[str]:
-    """Return a table's column as texts. None and NaN become a dash.
+    """Return the values of a table's column as texts. None and NaN become a dash.
 
-    If the largest magnitude of the column's floats is at least 0.001 and below 1000, all floats have four decimals.
-    Otherwise each number has about four digits, as in :func:`format_value`. Whole numbers always have this format.
+    If the column's largest float is from 0.001 to 1000, all floats get four decimals. Otherwise, and for whole numbers,
+    each number gets about four digits.
     """
     floats = [abs(value) for value in values if isinstance(value, float) and not math.isnan(value)]
     aligned = floats and 0.001 <= max(floats) < 1000
@@ -111,6 +108,6 @@ def format_moment(moment: float | str | None) -> str:
 
 
 def join_first(texts: Iterable[str], most: int = 5) -> str:
-    """Return the first texts, up to ``most``, separated by commas, with "..." at the end if more texts follow."""
+    """Join up to ``most`` texts by commas, with "..." at the end if more texts follow."""
     listed = [*texts]
     return ", ".join(listed[:most]) + (", ..." if len(listed) > most else "")

@@ -59,7 +59,7 @@ class JsonLines(AbstractContextManager["JsonLines"]):
 
 
 def read_records(path: Path) -> list[JsonObject]:
-    """Return the records in a file. Lines that are no JSON objects are skipped.
+    """Read the JSON objects in a file of JSON lines. Other lines are skipped.
 
     Raises:
         UserError: The file cannot be read.

@@ -91,7 +91,7 @@ def encode_sections(sections: Iterable[Section]) -> str:
 
 
 def decode_sections(text: str) -> list[Section]:
-    """Return the sections in a text of :func:`encode_sections`. NaN and infinite numbers have become None.
+    """Return the report's sections from a text of :func:`encode_sections`. NaN and infinite numbers become None.
 
     Raises:
         ValueError: The text is not JSON, or a section lacks a field or has a value of another type.

@@ -43,7 +43,7 @@ def load_training_state(state: TrainingState, recorder: Recorder, found: checkpo
         set_attributes(optimizer, attributes)
     state.epoch, state.step = found.epoch, found.step
     state.this_pass.model_draws = values["draws"]
-    state.clock.add_earlier(values["seconds"], total=values["total_seconds"])
+    state.clock.add_earlier_seconds(values["seconds"], total=values["total_seconds"])
     # Unless a copy of the best weights was saved, the kept weights are those of the model or of its average.
     state.selection.load_state_dict(values["selection"], values["best"] or state.kept_model().state_dict())
     recorder.load_state_dict(values["recorder"])
@@ -128,7 +128,7 @@ class Checkpointer(CheckpointWriter):
         Does nothing if closed or already saved.
         """
         if not self.closed and (snapshot := self.take_snapshot()):
-            self.put(snapshot)
+            self.hand_to_thread(snapshot)
 
     def save_last(self, seconds: float = 0.0) -> int:  # noqa: ARG002 (a copy of the state is at hand at any time)
         """Write a last checkpoint unless the state is already saved, and reject later checkpoints.
@@ -142,8 +142,8 @@ class Checkpointer(CheckpointWriter):
         """
         with self.write_lock:
             if not self.closed:
-                self.write_newest(self.waiting, now=True)
-                self.refuse_more()  # because the caller reports that the run resumes after this step
+                self.write_newest_snapshot(self.waiting, now=True)
+                self.reject_later_snapshots()  # because the caller reports that the run resumes after this step
         return self.newest_step
 
     def save_for_rank_0(self, handover: checkpoint.Handover) -> int | None:

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from flyte_ddp.core.checks.fields import short_repr
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.training.plan import OptimizerSettings, Values
-from flyte_ddp.core.user_code.callables import load_callable, require_positional_arguments
+from flyte_ddp.core.user_code.callables import check_positional_arguments, load_callable
 
 ONE_CYCLE_RISE = 0.25  # share of the run during which one_cycle rises
 NORMALISATION = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)  # the first: BatchNorm and InstanceNorm
@@ -100,7 +100,7 @@ def make_user_optimizers(model: nn.Module, spec: str, hyperparameters: Values) -
             raised if a trainable parameter is in no optimiser, or a parameter is in two.
     """
     function = load_callable(spec)
-    require_positional_arguments(f"optimizer={spec!r}", function, "model", "hp")
+    check_positional_arguments(f"optimizer={spec!r}", function, "model", "hp")
     made = function(model, hyperparameters)
     optimizers = [*made] if isinstance(made, (list, tuple)) else [made]
     known: set[nn.Parameter] = set()
@@ -176,7 +176,7 @@ def make_schedule(kind: str, warmup_steps: int, total_steps: int) -> Schedule:
     """
     if ":" in kind:
         factor = load_callable(kind)
-        require_positional_arguments(f"schedule={kind!r}", factor, "step", "total_steps")
+        check_positional_arguments(f"schedule={kind!r}", factor, "step", "total_steps")
         for step in np.unique(np.linspace(0, total_steps - 1, STEPS_CHECKED, dtype=int)).tolist():
             first, again = (require_valid_factor(kind, factor(step, total_steps), step, total_steps) for _ in range(2))
             if first != again:

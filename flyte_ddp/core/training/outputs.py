@@ -33,7 +33,7 @@ from flyte_ddp.core.objectives.table_columns import (
 from flyte_ddp.core.parallel.batch_norm import has_unsynchronised_batch_norm
 from flyte_ddp.core.parallel.distributed import hide_process_group, rank, wait_for_all_ranks, world_size
 from flyte_ddp.core.parallel.dropout import make_dropout_rank_independent
-from flyte_ddp.core.runs.checkpoint import Arithmetic, Checkpoint, Identity, write_with_room
+from flyte_ddp.core.runs.checkpoint import Arithmetic, Checkpoint, Identity, write_and_make_room
 from flyte_ddp.core.runs.metrics import RungResult, TrainingEnd, TrainingStart
 from flyte_ddp.core.runs.run_folder import PREDICTIONS, RUNG
 from flyte_ddp.core.runs.work import Work
@@ -132,7 +132,7 @@ def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
     model = state.kept_model()
     model.load_state_dict(state.selection.weights)
     sidecar = make_sidecar(state, work.identity, recorder.epoch_accuracies)
-    model_path, _ = write_with_room(
+    model_path, _ = write_and_make_room(
         work.output_folder, lambda: saving.save_model(work.output_folder, model.state_dict(), sidecar)
     )
     verify_saved_model(new_model, model_path, sidecar, state)

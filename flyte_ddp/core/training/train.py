@@ -16,7 +16,7 @@ from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.hardware import choose_hardware
 from flyte_ddp.core.launch.supervise.rank import Rank
 from flyte_ddp.core.loading.split import Split
-from flyte_ddp.core.machine.resources import bf16_support
+from flyte_ddp.core.machine.resources import detect_bf16_support
 from flyte_ddp.core.models.inputs import translate_input_errors
 from flyte_ddp.core.objectives.objective import convert_float_tensors
 from flyte_ddp.core.order import sampling
@@ -58,7 +58,9 @@ def train(rank: Rank) -> None:
     rank.join()
     work, job = rank.work, cast("TrainingJob", rank.work.arguments)
     plan, loop, settings, data = job.plan, job.plan.loop, work.settings, job.plan.data.open(job.data_folder)
-    hardware = choose_hardware(plan.hardware, work.world, min(gather_objects(bf16_support(work.world.device_type))))
+    hardware = choose_hardware(
+        plan.hardware, work.world, min(gather_objects(detect_bf16_support(work.world.device_type)))
+    )
     state = TrainingState(plan, hardware, data, work.files.get(INITIAL_WEIGHTS), settings)
     with closing(state.splits), closing(Recorder(work.output_folder, state)) as recorder:
         state.set_last_step_to_fraction(job.steps_divisor)
@@ -79,7 +81,7 @@ def train(rank: Rank) -> None:
             if recorder.writes:
                 rank.record_restarts(recorder.write)
             while state.epoch < state.last_epoch and not state.selection.stopped:
-                for batch in state.clock.time_steps(iterate_remaining_batches(state)):
+                for batch in state.clock.iterate_and_time_steps(iterate_remaining_batches(state)):
                     train_step(state, recorder, batch)
                 state.loss_watch.check_pending_loss()  # the last step's loss, before the weights are evaluated or saved
                 is_last = state.step == state.total_steps

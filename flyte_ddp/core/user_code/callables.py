@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.core.errors import UserError
-from flyte_ddp.core.user_code.modules import refuse_foreign_callable, refuse_foreign_module
+from flyte_ddp.core.user_code.modules import check_callable_is_allowed, check_module_is_allowed
 from flyte_ddp.core.user_code.stored import StoredSpec, import_stored_module
 
 NAME = r"[^\W\d]\w*"
@@ -17,9 +17,9 @@ SPEC = re.compile(rf"({NAME}(?:\.{NAME})*):({NAME})")
 
 
 def load_callable(spec: str) -> Callable[..., Any]:
-    """Import a module and return the callable that ``spec`` (``package.module:callable``) names.
+    """Import the callable that ``spec`` (``package.module:callable``) names, and return the callable.
 
-    First puts the working directory on ``sys.path``. A StoredSpec is imported from the sources stored with it.
+    First puts the working directory on ``sys.path``. A StoredSpec is imported from the sources in a saved model.
     Exceptions of the import other than ImportError and SyntaxError pass through.
 
     Raises:
@@ -28,17 +28,17 @@ def load_callable(spec: str) -> Callable[..., Any]:
             callable.
     """
     module_name, attribute = split_spec(spec)
-    search_working_directory()
+    add_working_directory_to_path()
     try:
         if isinstance(spec, StoredSpec):
             module = import_stored_module(spec.sources, module_name)
         else:
-            refuse_foreign_module(spec, module_name)
+            check_module_is_allowed(spec, module_name)
             module = importlib.import_module(module_name)
     except (ImportError, SyntaxError) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{module_name}.".startswith(f"{missing}."):
-            raise missing_module_error(spec, missing) from None
+            raise make_missing_module_error(spec, missing) from None
         fix = "install the missing module" if missing else "correct the module"
         raise UserError(f"{spec!r}: importing {module_name} failed: {error}; {fix}") from error
     try:
@@ -51,14 +51,14 @@ def load_callable(spec: str) -> Callable[..., Any]:
     if not callable(found):
         raise UserError(f"{spec!r}: is a {type(found).__name__}, not callable; name a function or class")
     if not isinstance(spec, StoredSpec):
-        refuse_foreign_callable(spec, module_name, found)
+        check_callable_is_allowed(spec, module_name, found)
     return found  # type: ignore[no-any-return]
 
 
-def require_options(
+def check_options_are_accepted(
     what: str, function: Callable[..., Any], options: Mapping[str, Any], *positional: Any, **keywords: Any
 ) -> None:
-    """Raise UserError unless a callable accepts the options as keyword arguments, beside the other arguments.
+    """Raise UserError if a callable does not accept the options as keyword arguments, beside the other arguments.
 
     Args:
         what: The name of the callable in the error.
@@ -73,7 +73,7 @@ def require_options(
         raise UserError(f"options of {what}: {error}; correct the options, or the callable") from None
 
 
-def require_positional_arguments(what: str, function: Callable[..., Any], *names: str) -> None:
+def check_positional_arguments(what: str, function: Callable[..., Any], *names: str) -> None:
     """Raise UserError if a callable does not accept as many positional arguments as there are names.
 
     A built-in callable without a signature is accepted.
@@ -98,10 +98,10 @@ def split_spec(spec: str) -> tuple[str, str]:
     return match[1], match[2]
 
 
-def search_working_directory() -> None:
-    """Put the working directory first on ``sys.path``, like ``python -m`` and unlike console scripts.
+def add_working_directory_to_path() -> None:
+    """Put the working directory first on ``sys.path``, as ``python -m`` does, and clear Python's import caches.
 
-    If the directory is on ``sys.path`` already, nothing is moved. Import caches are cleared in any case.
+    If the directory is on ``sys.path`` already, the order is not changed.
     """
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
@@ -109,6 +109,6 @@ def search_working_directory() -> None:
     importlib.invalidate_caches()
 
 
-def missing_module_error(spec: str, module: str) -> UserError:
+def make_missing_module_error(spec: str, module: str) -> UserError:
     fix = f"install the module, or start from the directory that contains it (now {Path.cwd()})"
     return UserError(f"{spec!r}: no module named {module!r}; {fix}")

@@ -31,19 +31,13 @@ NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)  # exceptions
 
 @cache
 def library_digest(root: Path = LIBRARY) -> str:
-    """Return 16 hexadecimal digits of a SHA-256 over DECIDING, the code that decides a run's result.
-
-    The files are read once in a process.
-    """
+    """Return a digest (16 hexadecimal digits) of this library's code that decides a run's result (DECIDING). Cached."""
     return hash_files(root, [path for name in DECIDING for path in list_python_files(root / name)])
 
 
 @cache
 def package_digest(root: Path = LIBRARY) -> str:
-    """Return 16 hexadecimal digits of a SHA-256 over the library's Python, TOML and JSON files.
-
-    The files are read once in a process.
-    """
+    """Return a digest (16 hexadecimal digits) of all Python, TOML and JSON files of this library. Cached."""
     return hash_files(root, list_package_files(root))
 
 
@@ -56,7 +50,7 @@ def list_python_files(place: Path) -> list[Path]:
 
 
 def hash_files(root: Path, paths: Iterable[Path]) -> str:
-    """Return 16 hexadecimal digits of a SHA-256 over files and their paths below ``root``, in the given order."""
+    """Return a digest (16 hexadecimal digits) of files and their paths below ``root``, in the given order."""
     digest = hashlib.sha256()
     for path in paths:
         content = path.read_bytes()
@@ -68,7 +62,7 @@ def hash_files(root: Path, paths: Iterable[Path]) -> str:
 def parse_python(source: bytes) -> ast.Module | None:
     """Return the syntax tree of Python source, or None if the source is not Python or nested too deeply.
 
-    Warnings are dropped. Meanwhile, the garbage collector is off, and other threads wait to parse.
+    Drops warnings, switches the garbage collector off meanwhile, and waits for other threads that parse.
     """
     with PARSING, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -85,9 +79,9 @@ def parse_python(source: bytes) -> ast.Module | None:
 
 
 def normalize_code(source: bytes, tree: ast.Module | None) -> bytes:
-    """Return a syntax tree as text without comments, docstrings, formatting and ``pass``.
+    """Return code without comments, docstrings, formatting and ``pass``, for digests: ``tree`` as text.
 
-    Changes the tree. If ``tree`` is None or nested too deeply, returns ``source``. The text is the same under Python
+    Changes ``tree``. If ``tree`` is None or nested too deeply, returns ``source``. The text is the same under Python
     3.11 and 3.12, except for a few f-strings.
     """
     if tree is None:
@@ -106,7 +100,7 @@ def normalize_code(source: bytes, tree: ast.Module | None) -> bytes:
 
 
 def list_releases() -> str:
-    """Return names and versions of the installed packages that compute results, separated by commas."""
+    """Return a text with names and versions of the installed packages that compute results, such as "torch 2.9"."""
     found = []
     for name in ARITHMETIC:
         with suppress(PackageNotFoundError):

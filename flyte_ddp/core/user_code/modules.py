@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.core.errors import UserError
-from flyte_ddp.core.settings import MODULES, nameable_modules
+from flyte_ddp.core.settings import MODULES, read_nameable_modules
 
 INSTALLED = {"site-packages", "dist-packages"}
 STANDARD = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")]
 LIBRARY = {"flyte_ddp", "flytekitplugins"}  # not allowed, because functions of this library also delete files
 
 
-def find_top_level(name: str) -> ModuleSpec | None:
+def find_module_spec(name: str) -> ModuleSpec | None:
     """Return the import spec of a top-level module, or None if the module or its spec does not exist."""
     try:
         if name == "pip":  # setuptools' finder would mistake this process for pip, and hide distutils from torch
@@ -27,8 +27,8 @@ def find_top_level(name: str) -> ModuleSpec | None:
         return None
 
 
-def list_places(found: ModuleSpec) -> list[str]:
-    """Return the folders of a package, or the file of a module. For a built-in module, return nothing."""
+def list_module_locations(found: ModuleSpec) -> list[str]:
+    """Return the paths of a module: the folders of a package, or the file. A built-in module has none."""
     if found.submodule_search_locations is not None:
         return [*found.submodule_search_locations]
     return [found.origin] if found.has_location and found.origin else []
@@ -40,20 +40,20 @@ def is_user_file(place: str) -> bool:
     return not INSTALLED.intersection(path.parts) and not any(path.is_relative_to(standard) for standard in STANDARD)
 
 
-def refuse_foreign_module(spec: str, module: str) -> None:
-    """Raise UserError if FLYTE_DDP_MODULES is set and the module is neither listed there nor the user's.
+def check_module_is_allowed(spec: str, module: str) -> None:
+    """Raise UserError if FLYTE_DDP_MODULES is set and neither lists the module nor the module is the user's.
 
-    A module is the user's if all its files are outside Python's library and site-packages. A module that does not exist
-    is accepted, because the import reports the error. ``spec`` begins the text.
+    A module is the user's if all files are outside Python's library and site-packages. A module that does not exist is
+    accepted, because the import reports the error. ``spec`` begins the error.
     """
-    listed = nameable_modules()
+    listed = read_nameable_modules()
     if listed is None or any(f"{module}.".startswith(f"{name}.") for name in listed):
         return
     top = module.partition(".")[0]
-    found = find_top_level(top)
+    found = find_module_spec(top)
     if found is None and top not in sys.modules:
         return  # importing the module raises the right error
-    places = list_places(found) if found else []
+    places = list_module_locations(found) if found else []
     if top not in LIBRARY and places and all(map(is_user_file, places)):
         return
     rule = f"only the project's modules, and modules listed in {MODULES}={os.environ[MODULES]!r}, may be named"
@@ -62,8 +62,8 @@ def refuse_foreign_module(spec: str, module: str) -> None:
     )
 
 
-def refuse_foreign_callable(spec: str, module: str, found: Any) -> None:
-    """Raise UserError for a function or class that another module defines, if that module may not be named.
+def check_callable_is_allowed(spec: str, module: str, found: Any) -> None:
+    """Raise UserError if the module that defines a callable may not be named, though ``module`` has the callable.
 
     Args:
         spec: The start of the error, ``package.module:callable``.
@@ -72,4 +72,4 @@ def refuse_foreign_callable(spec: str, module: str, found: Any) -> None:
     """
     owner = getattr(found, "__module__", None) or "builtins"
     if owner != module and (inspect.isclass(found) or inspect.isroutine(found)):
-        refuse_foreign_module(spec, owner)
+        check_module_is_allowed(spec, owner)

@@ -15,9 +15,9 @@ from types import ModuleType
 import click
 
 from flyte_ddp.core.errors import UserError, shorten_path
-from flyte_ddp.core.user_code.callables import missing_module_error, search_working_directory, split_spec
+from flyte_ddp.core.user_code.callables import add_working_directory_to_path, make_missing_module_error, split_spec
 from flyte_ddp.core.user_code.digest import ARITHMETIC, LIBRARY, normalize_code, parse_python
-from flyte_ddp.core.user_code.modules import find_top_level, is_user_file, list_places
+from flyte_ddp.core.user_code.modules import find_module_spec, is_user_file, list_module_locations
 
 IDENTIFIED = {"flyte_ddp", *ARITHMETIC}  # packages that are identified by library_digest() or by version
 IMPORTERS = ("import_module", "__import__")
@@ -26,22 +26,22 @@ Source = tuple[str, Path, bytes, ast.Module | None]  # name, path, content, synt
 digested: dict[Path, tuple[ModuleSpec | None, str]] = {}  # by file: import spec (None if not imported), and digest
 
 
-def user_source_digest(*specs: str) -> str:
-    """Return a SHA-256 (hex) of the user's source files that ``specs`` need, without importing them.
+def compute_user_code_digest(*specs: str) -> str:
+    """Return a SHA-256 (hex) of the user's source files that ``specs`` need, without importing the files.
 
     Comments, docstrings, formatting and the place of the top-level module make no difference. Puts the working
-    directory first on ``sys.path``, and records the digest of each file.
+    directory first on ``sys.path``. Records the digest of each file, to notice later changes.
 
     Raises:
         UserError: A spec is malformed, a module does not exist, or a module that this process imported has changed
             since.
     """
-    found = {source[:2]: source for spec in specs for source in find_user_sources(spec)}
-    return digest_sources(found.values())
+    found = {source[:2]: source for spec in specs for source in iterate_user_sources(spec)}
+    return compute_sources_digest(found.values())
 
 
-def digest_sources(sources: Iterable[Source]) -> str:
-    """Return a SHA-256 (hex) of sources, whatever their order, and record the digest of each file.
+def compute_sources_digest(sources: Iterable[Source]) -> str:
+    """Return a SHA-256 (hex) of sources, whatever the order. Records the digest of each file in ``digested``.
 
     Raises:
         UserError: A module that this process imported has changed since.
@@ -49,15 +49,15 @@ def digest_sources(sources: Iterable[Source]) -> str:
     lines = []
     for name, path, content, tree in sources:
         digest = hashlib.sha256(normalize_code(content, tree)).hexdigest()
-        record_or_refuse_module(name, path, digest)
+        record_module_digest(name, path, digest)
         lines.append(f"{name} {digest}")
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
-def record_or_refuse_module(name: str, path: Path, digest: str) -> None:
-    """Record the digest of the file of a module. ``name`` is the file's relative path.
+def record_module_digest(name: str, path: Path, digest: str) -> None:
+    """Record the digest of a module's file in ``digested``, and reject a file that was changed after the import.
 
-    If another file was imported as this module, nothing is recorded.
+    ``name`` is the file's relative path. If another file was imported as this module, nothing is recorded.
 
     Raises:
         UserError: The file has changed since this process imported the old code. The old digest stays recorded.
@@ -76,17 +76,20 @@ def record_or_refuse_module(name: str, path: Path, digest: str) -> None:
 
 
 def read_user_sources(*specs: str) -> dict[str, str]:
-    """Return the text of the user's Python files that ``specs`` need, by relative path, without importing them.
+    """Return the text of the user's Python files that ``specs`` need, by relative path, without importing the files.
 
-    Callables of this library and of the packages in ARITHMETIC are skipped. If the files have over 4 MiB, like a
-    library, return {}. Puts the working directory first on ``sys.path``.
+    Skips specs of this library and of the packages in ARITHMETIC. If the files have over 4 MiB, returns {}. Puts the
+    working directory first on ``sys.path``.
 
     Raises:
         UserError: A spec is malformed, or a module does not exist.
     """
     stored_specs = [spec for spec in specs if split_spec(spec)[0].partition(".")[0] not in IDENTIFIED]
     found = {
-        name: content for spec in stored_specs for name, _, content, tree in find_user_sources(spec) if tree is not None
+        name: content
+        for spec in stored_specs
+        for name, _, content, tree in iterate_user_sources(spec)
+        if tree is not None
     }
     if sum(map(len, found.values())) > STORED_BYTES:
         return {}
@@ -94,43 +97,42 @@ def read_user_sources(*specs: str) -> dict[str, str]:
 
 
 def list_user_files(*specs: str) -> set[Path]:
-    return {path.resolve() for spec in specs for _, path, *_ in find_user_sources(spec)}
+    return {path.resolve() for spec in specs for _, path, *_ in iterate_user_sources(spec)}
 
 
-def find_user_sources(spec: str) -> Iterator[Source]:
-    """Yield the source of each file of user code behind ``spec`` (``package.module:callable``), without imports.
+def iterate_user_sources(spec: str) -> Iterator[Source]:
+    """Read and yield the source files of user code that ``spec`` (``package.module:callable``) needs, without imports.
 
-    Yields the files of the top-level module, wherever the module is, and of the modules that these files import.
-    Imports of the standard library, of site-packages, and of IDENTIFIED are not followed. All ``.py`` files of a
-    package are included, because packages may import modules by computed names. Imports that
-    :func:`find_imported_modules` misses are not followed. Files that cannot be read are skipped. Puts the working
-    directory first on ``sys.path``.
+    Yields all ``.py`` files of the top-level module, and of the user's modules that these files import. Does not follow
+    imports of the standard library, of site-packages, and of IDENTIFIED, nor imports that
+    :func:`find_imported_modules` misses. Skips files that cannot be read. Puts the working directory first on
+    ``sys.path``.
 
     Raises:
         UserError: The spec is malformed, or the module does not exist. Raised by the first ``next()``.
     """
     top = split_spec(spec)[0].partition(".")[0]
-    search_working_directory()
-    found = find_top_level(top)
+    add_working_directory_to_path()
+    found = find_module_spec(top)
     if found is None:
-        raise missing_module_error(spec, top)
+        raise make_missing_module_error(spec, top)
     yield from follow_imports([*list_module_files(found)], {top, *IDENTIFIED})
 
 
-def find_script_sources(script: Path) -> Iterator[Source]:
-    """Yield the source of a script, and of the user modules that the script imports, without imports.
+def iterate_script_sources(script: Path) -> Iterator[Source]:
+    """Read and yield the source of a script, and of the user's modules that the script imports, without imports.
 
     Puts the working directory first on ``sys.path``.
     """
-    search_working_directory()
+    add_working_directory_to_path()
     yield from follow_imports([(script.name, script)], {*IDENTIFIED})
 
 
 def follow_imports(files: list[tuple[str, Path]], seen: set[str]) -> Iterator[Source]:
-    """Yield the sources of ``files`` (name and path) and of the user modules that the files import.
+    """Read and yield the sources of ``files`` (name and path), and of the user's modules that the files import.
 
-    Imports of modules in ``seen`` are not followed. During the iteration, ``files`` is emptied, and the imported
-    modules are added to ``seen``. Files that cannot be read are skipped.
+    Does not follow imports of modules in ``seen``. Empties ``files``, and adds the imported modules to ``seen``. Skips
+    files that cannot be read.
     """
     while files:
         name, path = files.pop()
@@ -142,7 +144,7 @@ def follow_imports(files: list[tuple[str, Path]], seen: set[str]) -> Iterator[So
         yield name, path, content, tree
         for other in sorted(find_imported_modules(tree) - seen):
             seen.add(other)
-            if found := find_top_level(other):
+            if found := find_module_spec(other):
                 files += list_module_files(found, only_own=True)
 
 
@@ -151,7 +153,7 @@ def list_module_files(found: ModuleSpec, *, only_own: bool = False) -> Iterator[
 
     Links are followed, and hidden files and folders are skipped.
     """
-    for place in list_places(found):
+    for place in list_module_locations(found):
         if only_own and not is_user_file(place):
             continue
         if found.submodule_search_locations is None:
@@ -169,10 +171,10 @@ def list_module_files(found: ModuleSpec, *, only_own: bool = False) -> Iterator[
 
 @contextmanager
 def translate_user_errors(what: str) -> Iterator[None]:
-    """Raise UserError for an exception of user code in the block, with the code's line and traceback.
+    """Turn an exception of user code in the block into a UserError, with the code's line and traceback.
 
-    An exception without a line of the user's files in its traceback passes through, and so does a UserError. ``what``
-    begins the text.
+    A UserError passes through, and so does an exception whose traceback has no line of the user's files. ``what``
+    begins the error.
     """
     try:
         yield
@@ -191,7 +193,10 @@ def translate_user_errors(what: str) -> Iterator[None]:
 
 
 def find_imported_modules(tree: ast.Module | None) -> set[str]:
-    """Return the top-level modules that a source imports, by absolute imports or by texts in calls of IMPORTERS."""
+    """Return the names of the top-level modules that a source imports.
+
+    Finds absolute imports, and texts in calls of IMPORTERS, such as ``import_module("name")``.
+    """
     names: list[str] = []
     for node in ast.walk(tree) if tree else ():
         if isinstance(node, ast.Import):
@@ -205,14 +210,14 @@ def find_imported_modules(tree: ast.Module | None) -> set[str]:
 
 
 def list_files_outside_digest(known: set[Path], specs: Iterable[str], modules: Iterable[str]) -> list[str]:
-    """Return the relative paths of the user's files that ``specs`` imported and that are not in ``known``.
+    """Return the relative paths of the user's imported files that are not in ``known``, and so not in the digest.
 
-    Such files are missing in the digest. The search starts at the modules of ``specs`` and ``modules``, and follows the
-    namespaces of modules. A module from which only numbers, texts or containers were imported is not found. Get
-    ``known`` from :func:`list_user_files` before importing user code, because the code may change ``sys.path``.
+    Starts at the modules of ``specs`` and ``modules``, and follows the namespaces of imported modules. Does not find a
+    module from which only numbers, texts or containers were imported. Get ``known`` from :func:`list_user_files` before
+    importing user code, because the code may change ``sys.path``.
     """
     names = [split_spec(spec)[0] for spec in specs]
-    tops = filter(None, [find_top_level(name.partition(".")[0]) for name in names])
+    tops = filter(None, [find_module_spec(name.partition(".")[0]) for name in names])
     places = [place for top in tops for place in (top.submodule_search_locations or [top.origin or ""])]
     folders = {Path(place).resolve().parent for place in places}
     found: dict[Path, str] = {}

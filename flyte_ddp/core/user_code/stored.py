@@ -34,10 +34,10 @@ class StoredSpec(str):
 
 
 def import_stored_module(sources: Mapping[str, str], name: str) -> ModuleType:
-    """Import a module of ``sources`` under a unique prefix. Adds an importer to ``sys.meta_path``.
+    """Import the module ``name`` from ``sources`` (texts by relative path), beside today's module of this name.
 
-    A process runs the module once. Later calls with equal sources return the same module. ``sources`` are texts by
-    relative path.
+    Adds an importer to ``sys.meta_path``. Later calls with equal sources return the same module, without running the
+    code again.
     """
     importer = StoredImporter(sources)  # importlib.import_module in stored code still finds today's modules
     if not any(getattr(finder, "prefix", "") == importer.prefix for finder in sys.meta_path):
@@ -74,9 +74,9 @@ class StoredImporter(MetaPathFinder, ExecutionLoader):
         return self.files[self.get_filename(fullname)]
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run a module with import statements that prefer the stored sources.
+        """Run a stored module, whose import statements find the stored sources first.
 
-        ``__file__`` is the path of today's module, so the module finds its data files.
+        Sets ``__file__`` to the path of today's module, so that the module finds data files.
         """
         vars(module)["__builtins__"] = {**vars(builtins), "__import__": self.import_module}
         path = PurePosixPath(self.get_filename(module.__name__)).relative_to(self.prefix)

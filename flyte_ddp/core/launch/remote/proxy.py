@@ -79,7 +79,7 @@ def proxy_rank(handle: RankHandle, pipe: Connection, folder: Path, start_rank: C
         with suppress(LauncherGoneError):
             send(Notice.STOP)
 
-    with closing(pipe), call_on_signals(stop_signals(), request_stop):
+    with closing(pipe), call_on_signals(list_stop_signals(), request_stop):
         try:
             while True:
                 relay_until_restart(handle, folder, pipe, send)

@@ -199,7 +199,7 @@ class Rendezvous:
         while len(self.living) < (num_ranks := self.work.world.num_ranks):
             if stop.signal is not None:
                 # A run before a retry may have saved a checkpoint.
-                raise stop_error(stop.signal, newest_step(self.work.output_folder))
+                raise stop_error(stop.signal, find_newest_step(self.work.output_folder))
             check_engine()
             if time.monotonic() > deadline:
                 missing = sorted(set(range(num_ranks)) - self.living.keys())

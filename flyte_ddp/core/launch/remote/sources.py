@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.user_code.digest import LIBRARY, list_package_files
-from flyte_ddp.core.user_code.source import find_user_sources
+from flyte_ddp.core.user_code.source import iterate_user_sources
 
 
 def pack_sources(*specs: str) -> bytes:
@@ -20,7 +20,7 @@ def pack_sources(*specs: str) -> bytes:
     files = {path.relative_to(LIBRARY.parent).as_posix(): path for path in list_package_files(LIBRARY)}
     for spec in specs:
         with suppress(UserError):  # a malformed spec or a missing module, which the rank reports if necessary
-            files |= {name: path for name, path, *_ in find_user_sources(spec)}
+            files |= {name: path for name, path, *_ in iterate_user_sources(spec)}
     contents = [(str(path.parents[name.count("/")]), name, path.read_bytes()) for name, path in files.items()]
     return zlib.compress(pickle.dumps(contents), level=1)
 

@@ -92,7 +92,7 @@ def collective_failure_error(group: Sequence[RankHandle], timeout: float) -> Ran
         rank, first = reports[0]
         apart = f"{waited}, in different collective operations or at different times"
         message = apart if late else first.format(rank)
-    stacks = [f"rank {handle.rank} is at:\n{handle.read_stack() or NO_STACK}" for handle in missing]
+    stacks = [f"rank {handle.rank} is at:\n{handle.request_stack() or NO_STACK}" for handle in missing]
     shown = reports[:1] if missing else reports
     tracebacks = [f"{report.format(rank)}\n\n{report.traceback}" for rank, report in shown]
     recoverable = bool(late or missing) or len({handle.host for handle in group}) > 1

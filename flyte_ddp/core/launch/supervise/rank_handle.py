@@ -106,7 +106,7 @@ class RankHandle(PipeEnd):
             case Notice.STOP:
                 self.stop_requested = True
 
-    def read_stack(self) -> str:
+    def request_stack(self) -> str:
         """Return the rank's Python stack, or "" if none comes within 1 s (3 s from another host)."""
         raise NotImplementedError
 
@@ -153,9 +153,9 @@ class ProcessHandle(RankHandle):
         self.exitcode = self.process.exitcode
         return self.exitcode is not None
 
-    def read_stack(self) -> str:
+    def request_stack(self) -> str:
         number = self.pid or self.process.pid
-        return "" if self.poll_exit() or number is None else read_stack(number, self.stacks, STACK_SECONDS)
+        return "" if self.poll_exit() or number is None else request_stack(number, self.stacks, STACK_SECONDS)
 
     def kill(self) -> None:
         self.process.kill()

@@ -27,7 +27,7 @@ def start_rank(info: RankInfo, pipe: Connection, stacks: Connection) -> None:
     ignored. On SIGUSR1, the process writes its stack to ``stacks``, even in C code.
     """
     process.die_with_parent()
-    process.restore_start_method()
+    process.use_default_start_method()
     process.set_process_name(f"rank {info.rank}")
     # Silences DDP's warning that all parameters were used. The `ddp` strategy makes DDP look for unused parameters.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

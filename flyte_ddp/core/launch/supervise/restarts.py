@@ -60,7 +60,7 @@ class Restarts:
         """
         if not error.recoverable or not self.most:
             return error
-        step = checkpoint.newest_step(output_folder)
+        step = checkpoint.find_newest_step(output_folder)
         if step is None or not self.without_progress or step > self.without_progress[-1].step:
             return None
         where = f"after step {step:,}" if step else "before the first checkpoint"

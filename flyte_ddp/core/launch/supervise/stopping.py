@@ -9,7 +9,7 @@ from multiprocessing import Pipe
 from types import FrameType
 
 from flyte_ddp.core.errors import StoppedError
-from flyte_ddp.core.machine.process import signal_handlers, stop_signals, undone_in_forks
+from flyte_ddp.core.machine.process import list_stop_signals, undone_in_forks, use_signal_handlers
 
 STOP_LISTENING = 0  # not a signal's number; ends a thread that waits for numbers of signals
 
@@ -34,7 +34,7 @@ def call_on_signals(numbers: Collection[signal.Signals], function: Callable[[], 
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     try:
         with (
-            signal_handlers(dict.fromkeys(numbers, lambda *_: None)),
+            use_signal_handlers(dict.fromkeys(numbers, lambda *_: None)),
             undone_in_forks(lambda: signal.set_wakeup_fd(wakeup)),
         ):
             yield
@@ -98,7 +98,7 @@ def catch_stop_signals() -> Iterator[StopRequest]:
         stop.by_launcher = True
         stop.make_request(signal.Signals(number))
 
-    with signal_handlers(dict.fromkeys(stop_signals(), handle)):
+    with use_signal_handlers(dict.fromkeys(list_stop_signals(), handle)):
         yield stop
 
 

@@ -54,7 +54,7 @@ def supervise_ranks(group: Sequence[RankHandle], stop: StopRequest, work: Work) 
         if late and seconds == 0.0:
             raise RankLostError(
                 f"rank {late.rank} did not start within {START_SECONDS:g} s",
-                details=f"its process is at:\n{late.read_stack() or NO_STACK}",
+                details=f"its process is at:\n{late.request_stack() or NO_STACK}",
                 recoverable=True,
             )
 
@@ -119,7 +119,7 @@ def save_after_failure(group: Sequence[RankHandle], stop: StopRequest, work: Wor
             handover = make_handover(work.output_folder)
             saver, saved = handle, await_checkpoint(group, stop, handle, handover, seconds=left, most_seconds=timeout)
     if saved and saver.sees_run_folder:
-        trust_checkpoint(work.output_folder, saved)
+        mark_checkpoint_as_verified(work.output_folder, saved)
     return saved
 
 
