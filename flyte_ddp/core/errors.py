@@ -62,9 +62,9 @@ class RankError(click.ClickException, RuntimeError):
         return longer
 
     def format_message(self, what: str = "run") -> str:
-        """Return the lines of click's panel.
+        """Return the text of click's panel: the message, the file with the details, and the step to resume from.
 
-        The lines are the message, the file with the details, and the step from which the same ``what`` resumes.
+        ``what`` is the word for the run in the text.
         """
         message = self.message if len(self.message) <= LONGEST_MESSAGE else f"{self.message[:LONGEST_MESSAGE]} ..."
         lines = [message]
@@ -130,9 +130,9 @@ class PeerGoneError(CollectiveError):
 
 
 def describe_resumption(step: int | None, what: str = "run") -> str:
-    """Return a sentence that names the step from which a new start resumes.
+    """Return a sentence that names the step from which the next start resumes.
 
-    ``step`` is 0 without a checkpoint, and None if the step is unknown. ``what`` is the word for what starts again.
+    ``step`` is 0 without a checkpoint, and None if unknown. ``what`` is the word in the sentence, such as "run".
     """
     if step is None:
         return f"the same {what} will go on from its last checkpoint"
@@ -168,9 +168,9 @@ def install_hint(extra: str) -> str:
 def unknown_name_error(
     kind: str, name: str, choices: Iterable[str], page: str = "docs/hyperparameters.md"
 ) -> UserError:
-    """Return the error for an unknown name.
+    """Return the UserError for an unknown name. The error suggests the nearest choice.
 
-    The message suggests the nearest choice. A long list of choices is shortened, and the message refers to ``page``.
+    If there are many choices, the error shows only some, and refers to ``page``.
     """
     names = sorted(choices)
     near = [name.lower()] if name.lower() in names else difflib.get_close_matches(name, names, n=6, cutoff=0.5)

@@ -22,10 +22,10 @@ held: WeakSet[BinaryIO] = WeakSet()  # files that this process locks
 
 @contextmanager
 def atomic_write(path: Path, *, durable: bool = True, create: bool = False) -> Iterator[BinaryIO]:
-    """Yield a temporary file that becomes ``path`` when the block succeeds.
+    """Yield a temporary file, and rename the file to ``path`` when the block succeeds.
 
-    If the block fails, removes the temporary file. Creates missing folders. Several threads and processes may write the
-    same path, and the last write wins.
+    If the block fails, removes the temporary file, and does not change ``path``. Creates missing folders. Several
+    threads and processes may write the same path, and the last write wins.
 
     Args:
         path: The file to write.
@@ -69,10 +69,10 @@ def replace_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
 
 @contextmanager
 def explain_write_errors(path: Path, other: str = "choose another folder") -> Iterator[None]:
-    """Turn an OSError of the block into a UserError with the reason and two fixes.
+    """Turn an OSError of the block, which must only write ``path``, into a UserError with the reason and two fixes.
 
-    Does the same with a RuntimeError that an OSError has caused, as in torch.save. The block must only write ``path``.
-    The first fix depends on the reason, and the second fix is ``other``.
+    Does the same with a RuntimeError that an OSError has caused, as in torch.save. The first fix depends on the reason,
+    and the second fix is ``other``.
     """
     try:
         yield
@@ -81,11 +81,11 @@ def explain_write_errors(path: Path, other: str = "choose another folder") -> It
         reason = error if isinstance(error, OSError) else error.__context__
         if not isinstance(reason, OSError):
             raise
-        raise UserError(f"cannot write {path}: {reason.strerror}; {suggest_fix(reason)}, or {other}") from reason
+        raise UserError(f"cannot write {path}: {reason.strerror}; {suggest_write_fix(reason)}, or {other}") from reason
 
 
-def suggest_fix(error: OSError, folder: str = "its folder") -> str:
-    """Return the fix for an OSError while writing a file, as text.
+def suggest_write_fix(error: OSError, folder: str = "its folder") -> str:
+    """Return a text that tells how to fix an OSError of a write, such as "free some space".
 
     ``folder`` is the name of the file's folder in the text.
     """
@@ -154,10 +154,10 @@ def list_files(folder: Path) -> list[Path]:
 
 
 def file_version(path: Path) -> tuple[int, int, int] | None:
-    """Return a file's inode, modification time (ns) and size, or None if the file does not exist.
+    """Return a file's inode, modification time (ns) and size, by which a change of the file is noticed.
 
-    After a change of the file, at least one of the three differs. The exception is a change to the same size within one
-    tick of the file system's clock.
+    Returns None if the file does not exist. A change to the same size within a tick of the file system's clock is not
+    noticed.
     """
     try:
         found = path.stat()
@@ -186,25 +186,19 @@ def hold_lock(folder: Path, name: str, *, wait: bool = True) -> Iterator[BinaryI
         try:
             yield file
         finally:
-            if not file.closed:  # close_inherited_locks has closed it in a fork
+            if not file.closed:  # close_inherited_lock_files has closed it in a fork
                 unlock_file(file.fileno())
 
 
-def close_inherited_locks() -> None:
-    """Close in a forked child the files that the parent process locks.
-
-    A lock lasts while any process has the file open.
-    """
+def close_inherited_lock_files() -> None:
+    """Close, in a forked child, the lock files of the parent process, because open files would keep the locks."""
     for file in list(held):
         file.close()
 
 
-os.register_at_fork(after_in_child=close_inherited_locks)
+os.register_at_fork(after_in_child=close_inherited_lock_files)
 
 
 def unlock_file(file: int) -> None:
-    """Release the lock of an open file descriptor.
-
-    The lock is also released for child processes that were forked while the lock was held.
-    """
+    """Release the lock of an open file descriptor, also for child processes that have the file open."""
     fcntl.flock(file, fcntl.LOCK_UN)

@@ -34,9 +34,9 @@ class Hardware(World):
 
 
 def choose_hardware(wanted: HardwareSettings, world: World, bf16: Bf16) -> Hardware:
-    """Return the Hardware of a run on the ranks of ``world``, without any ``auto``.
+    """Replace each ``auto`` of the hyperparameters by a value that fits the ranks' machines, such as a precision.
 
-    ``bf16`` is the lowest support among the devices.
+    ``bf16`` is the lowest support of bf16 among the devices.
 
     Raises:
         UserError: The batch size is too small for the ranks, a device has no bf16, or the ranks cannot use shared
@@ -59,7 +59,7 @@ def choose_hardware(wanted: HardwareSettings, world: World, bf16: Bf16) -> Hardw
 
 
 def check_batch_size(batch_size: int, accumulation_steps: int, num_ranks: int) -> None:
-    """Raise UserError if ``batch_size`` has less than a sample for each rank and accumulation step."""
+    """Raise UserError if ``batch_size`` is less than the number of ranks times ``accumulation_steps``."""
     if batch_size < num_ranks * accumulation_steps:
         raise UserError(
             f"batch_size={batch_size}: must be at least ranks x accumulation_steps = "
@@ -68,9 +68,9 @@ def check_batch_size(batch_size: int, accumulation_steps: int, num_ranks: int) -
 
 
 def choose_strategy(wanted: str, world: World) -> str:
-    """Return the gradient strategy for the hyperparameter ``wanted``.
+    """Return the strategy that averages gradients, for the hyperparameter ``wanted``.
 
-    For "auto", returns shared memory if all ranks are on CPUs of one Linux host, else ddp.
+    For "auto", returns "shared_memory" if all ranks are on CPUs of one Linux host, else "ddp".
 
     Raises:
         UserError: The ranks cannot use shared memory.

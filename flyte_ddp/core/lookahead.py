@@ -12,9 +12,9 @@ Result = TypeVar("Result")
 
 
 def start_ahead(start: Callable[[Item], Started], items: Iterable[Item], ahead: int) -> Iterator[Started]:
-    """Yield ``start(item)`` of each item in order.
+    """Call ``start`` with each item, up to ``ahead`` items earlier than needed, and yield the results in order.
 
-    Before each yield, calls ``start`` for up to ``ahead`` later items. Calls nothing before the first ``next()``.
+    Calls nothing before the first ``next()``.
     """
     started: deque[Started] = deque()
     for item in items:
@@ -33,11 +33,11 @@ def map_in_threads(
     ahead: int | None = None,
     initializer: Callable[[], object] | None = None,
 ) -> Iterator[Iterator[Result]]:
-    """Yield an iterator over ``function(item)`` of each item in order, computed by ``threads`` threads.
+    """Call ``function`` with each item in ``threads`` threads, and yield an iterator over the results, in order.
 
-    While the iterator waits for a result, up to ``ahead`` later calls (default 2 * threads - 1) are started. An
-    exception of a call is raised when the iterator reaches its result. Each thread first calls ``initializer``. The end
-    of the block cancels calls that have not begun, and does not wait for running calls.
+    Up to ``ahead`` later calls (default 2 * threads - 1) are started before the iterator needs the results. An
+    exception of a call is raised when the iterator reaches the call's result. Each thread first calls ``initializer``.
+    The end of the block cancels calls that have not begun, and does not wait for running calls.
     """
     pool = ThreadPoolExecutor(threads, initializer=initializer)
     number = 2 * threads - 1 if ahead is None else ahead

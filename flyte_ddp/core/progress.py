@@ -31,9 +31,9 @@ class Progress:
 
     @contextmanager
     def track(self, label: str, total: int | None, unit: str) -> Iterator[Callable[[int], object]]:
-        """Show a bar during the block, or a line at the start of the block.
+        """Show a progress bar during the block, or a line at the start of the block.
 
-        Yields a function to call with the number of units done since the last call.
+        Yields a function. Call the function with the number of units that are done since the last call.
 
         Args:
             label: The text before the bar, or in the line.
@@ -63,10 +63,7 @@ class Progress:
 
     @contextmanager
     def _turn_off_on_failure(self) -> Iterator[None]:
-        """Turn progress off if the block cannot write, as after ``| head``.
-
-        A failure of progress must not end the work.
-        """
+        """Turn progress off, without an error, if the block cannot write to stderr, as after ``| head``."""
         try:
             yield
         except (OSError, ValueError):
@@ -92,17 +89,14 @@ class StepProgress(Progress):
         self._bar: Any = None
 
     def is_due(self) -> bool:
-        """Return whether ``show_step`` would show something.
-
-        If not, a loss need not be copied from the device.
-        """
+        """Return whether ``show_step`` would show a step now. If not, a loss need not be copied from the device."""
         return self._mode != "off" and self._elapsed() >= self._next
 
     def show_step(self, step: int, values: Mapping[str, float | str]) -> None:
-        """Store a step (from 1) and its values by name, and show both if due.
+        """Store a step (from 1) and values by name, and show step and values if due.
 
-        Numbers are shown as "name 0.41", and texts without their name. Each name keeps its newest value, also from an
-        earlier step. At most SHOWN_VALUES (6) names are shown.
+        Numbers are shown as "name 0.41", and texts without the name. Names that are not in ``values`` keep the
+        values of earlier steps. Shows at most 6 names (SHOWN_VALUES).
         """
         if self._mode == "off":
             return

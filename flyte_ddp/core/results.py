@@ -53,7 +53,7 @@ def submit(name: str, content: bytes) -> None:
     Raises:
         UserError: The name is not a path below ``results/``, or the content is not bytes.
     """
-    require_result_name(name)
+    check_result_name(name)
     if not isinstance(content, (bytes, bytearray, memoryview)):
         raise UserError(f"result {name!r}: content is of type {type(content).__name__}; must be bytes; encode it")
     if _delivery is not None and _delivery[0] == os.getpid():
@@ -81,7 +81,7 @@ def event(**values: Any) -> None:
         _delivery[2](Event({"rank": _delivery[1], "time": time.time(), **record}))
 
 
-def require_result_name(name: str) -> None:
+def check_result_name(name: str) -> None:
     """Raise UserError unless ``name`` is a path below ``results/``, without hidden parts, and not ``events.jsonl``."""
     path = PurePosixPath(name)
     wrong = not path.parts or str(path) != name or path.is_absolute() or "\\" in name or not name.isprintable()
@@ -93,11 +93,11 @@ def require_result_name(name: str) -> None:
 
 
 @contextmanager
-def deliver_results(deliver: Deliver, rank: int) -> Iterator[None]:
-    """Let :func:`submit` and :func:`event` of this process call ``deliver`` during the block.
+def redirect_results(deliver: Deliver, rank: int) -> Iterator[None]:
+    """Let :func:`submit` and :func:`event` of this process pass results to ``deliver`` during the block.
 
-    Each event gets the entry ``rank``. In forked child processes, the two functions do nothing. Blocks cannot be
-    nested, because the end of a block ends all delivery.
+    Each event gets the entry ``rank``. In forked child processes, the two functions do nothing. Do not nest blocks,
+    because the end of an inner block also ends the outer block's delivery.
     """
     global _delivery  # noqa: PLW0603 (a property of the process, as its rank is)
     _delivery = (os.getpid(), rank, deliver)
@@ -107,8 +107,8 @@ def deliver_results(deliver: Deliver, rank: int) -> Iterator[None]:
         _delivery = None
 
 
-def split_into_pieces(send: Deliver) -> Deliver:
-    """Return a function that passes events to ``send`` unchanged, and results in pieces of up to 4 MiB.
+def send_results_in_pieces(send: Deliver) -> Deliver:
+    """Return a function that passes events to ``send`` unchanged, and files in pieces of up to 4 MiB.
 
     The returned function may be called in any thread.
     """

@@ -130,7 +130,7 @@ def read_nameable_modules() -> tuple[str, ...] | None:
 
 
 def read_text_variable(name: str) -> str:
-    """Return the value of an environment variable, else its default in variables.toml, else "" (no default).
+    """Return the value of an environment variable, or else the default in variables.toml ("" without a default).
 
     An empty variable counts as not set. A name that is not in variables.toml raises KeyError.
     """
@@ -139,12 +139,13 @@ def read_text_variable(name: str) -> str:
 
 
 def read_choice_variable(name: str, choices: tuple[str, ...]) -> str:
-    """Return the value of an environment variable, else its default in variables.toml, else "" (no default).
+    """Return the value of an environment variable that must be one of ``choices``.
 
-    An empty variable counts as not set. A name that is not in variables.toml raises KeyError.
+    If the variable is empty or not set, returns the default in variables.toml ("" without a default). A name that is
+    not in variables.toml raises KeyError.
 
     Raises:
-        UserError: The value is not empty, and is not one of ``choices``.
+        UserError: The value is none of ``choices``.
     """
     value = read_text_variable(name)
     if value and value not in choices:

@@ -27,7 +27,7 @@ def test_results_and_events_of_ranks_elsewhere(tmp_path, monkeypatch, capfd) -> 
     monkeypatch.setattr(results, "PIECE_BYTES", 400)
     launcher, (pipe, theirs) = tmp_path / "launcher", Pipe()
     handle, rank = RemoteHandle(worker(0, pipe), "host", launcher, tmp_path), PipeEnd(theirs)
-    deliver = results.split_into_pieces(rank.send)
+    deliver = results.send_results_in_pieces(rank.send)
     (launcher / f"results/.full.{id(handle.results)}.tmp").mkdir(parents=True)  # in the way of its first piece
     for number in (1, 2):
         deliver(ResultPiece("maps/large.bin", bytes([number]) * 1000))

@@ -23,7 +23,7 @@ HP = Hyperparameters(model="user_models:handing_in", epochs=2, max_steps=4, batc
 @pytest.fixture
 def kept(tmp_path: Path) -> Path:
     (tmp_path / "run").mkdir()
-    with results.deliver_results(results.ResultWriter(tmp_path / "run").write, rank=3):
+    with results.redirect_results(results.ResultWriter(tmp_path / "run").write, rank=3):
         results.submit("maps/epoch-1.png", b"png")
         results.event(loss=0.5)
     return tmp_path / "run/results"

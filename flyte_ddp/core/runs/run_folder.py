@@ -14,7 +14,7 @@ from pathlib import Path
 
 from flyte_ddp.core import results
 from flyte_ddp.core.errors import BusyError, RankError, StoppedError, UserError, print_to_stderr
-from flyte_ddp.core.files import SIDECAR, WEIGHTS, hold_lock, replace_file, suggest_fix
+from flyte_ddp.core.files import SIDECAR, WEIGHTS, hold_lock, replace_file, suggest_write_fix
 from flyte_ddp.core.machine.process import postpone_signal
 from flyte_ddp.core.runs import checkpoint
 from flyte_ddp.core.runs.checkpoint import Checkpoint, Handover, Identity
@@ -57,9 +57,10 @@ def lock_run_folder(folder: Path) -> Iterator[None]:
 
 
 def make_unwritable_folder_error(folder: Path, error: OSError) -> UserError:
+    fix = suggest_write_fix(error, "it")
     return UserError(
-        f"run folder {folder}: {error.strerror}; it must be a writable folder: {suggest_fix(error, 'it')}, or name "
-        "another folder (FLYTE_DDP_RUNS, or folder= of run_ranks)"
+        f"run folder {folder}: {error.strerror}; it must be a writable folder: {fix}, or name another folder "
+        "(FLYTE_DDP_RUNS, or folder= of run_ranks)"
     )
 
 

@@ -177,8 +177,8 @@ def run_rank(work: Work, info: RankInfo, offer_saving: OfferSaving, link: Link |
             torch.cuda.set_device(info.local_rank)
         deliver: results.Deliver = results.ResultWriter(work.output_folder).write
         if link is not None and not work.sees_run_folder:
-            deliver = results.split_into_pieces(link.send)
-        with results.deliver_results(deliver, info.rank), warnings.catch_warnings():
+            deliver = results.send_results_in_pieces(link.send)
+        with results.redirect_results(deliver, info.rank), warnings.catch_warnings():
             pkgutil.resolve_name(work.function)(rank)
         rank.leave()
 
