@@ -58,12 +58,12 @@ class Check:
         self.result = Result(settings={**describe_device(gpus), "blocks": self.blocks})
 
     def list_cases(self) -> dict[str, Callable[[float], None]]:
-        steps: dict[str, Callable[[float], None]] = {name: partial(self.iterate_and_time_steps, name) for name in STEPS}
+        steps: dict[str, Callable[[float], None]] = {name: partial(self.time_steps, name) for name in STEPS}
         others = {DECODING: self.time_decoding, SHARDS: self.time_shards, "a run that is killed": self.kill_run}
         ranks = {} if self.gpus == 1 else {"two ranks": self.compare_ranks}
         return {RESNET50: steps.pop(RESNET50), **others, **ranks, **steps}
 
-    def iterate_and_time_steps(self, name: str, limit: float) -> None:
+    def time_steps(self, name: str, limit: float) -> None:
         add_steps(self.result, self.options, self.order | {"case": name}, limit)
         ratio = self.result.ratio(f"{name}: ours / bare", f"{name}: ours", f"{name}: bare")
         self.add_target(f"{name}: time of a step, of a bare step's", ratio, at_most=STEPS[name])

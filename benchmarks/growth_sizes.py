@@ -96,7 +96,7 @@ def evaluate(where: str, classes: int, batches: int) -> dict[str, float]:
     def compute_logits(*_: Any) -> Any:
         return torch.rand(BATCH, classes)
 
-    def compute_batch_columns() -> None:
+    def compute_columns() -> None:
         if where == "training":
             compute_split_columns(compute_logits, Split(), BATCH, objective)  # type: ignore[arg-type]
         else:
@@ -104,7 +104,7 @@ def evaluate(where: str, classes: int, batches: int) -> dict[str, float]:
 
     torch.rand(4).double().log_softmax(0)
     before = most_memory()
-    seconds = count_seconds(compute_batch_columns)
+    seconds = count_seconds(compute_columns)
     return {"memory": (most_memory() - before) / (4 * BATCH * classes), "seconds": seconds}
 
 

@@ -195,7 +195,7 @@ def time_blocks_in(folder: Path, order: dict[str, Any]) -> dict[str, list[float]
         found: dict[str, list[float]] = {side: [] for side in order.get("sides", sides)}
         for block in range(order["blocks"] + 1):
             for side, values in found.items():
-                seconds = iterate_and_time_steps(sides[side], 2 if order["quick"] else case.steps, state.device)
+                seconds = time_steps(sides[side], 2 if order["quick"] else case.steps, state.device)
                 if block:
                     values.append(seconds)
     return found
@@ -208,7 +208,7 @@ def make_work(hp: Hyperparameters, data: Path, folder: Path, settings: Settings 
     return Work("", TrainingJob(resolve(hp), data), request, folder, identity, settings, world=world)
 
 
-def iterate_and_time_steps(steps: Iterator[object], number: int, device: torch.device) -> float:
+def time_steps(steps: Iterator[object], number: int, device: torch.device) -> float:
     """Return the seconds per step of the next steps, until the device has finished all."""
     begin = time.perf_counter()
     for _ in itertools.islice(steps, number):

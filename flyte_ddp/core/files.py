@@ -153,7 +153,7 @@ def list_files(folder: Path) -> list[Path]:
     return sorted(path for root, _, names in os.walk(folder) for name in names if (path := Path(root, name)).is_file())
 
 
-def file_version(path: Path) -> tuple[int, int, int] | None:
+def get_file_version(path: Path) -> tuple[int, int, int] | None:
     """Return a file's inode, modification time (ns) and size, by which a change of the file is noticed.
 
     Returns None if the file does not exist. A change to the same size within a tick of the file system's clock is not

@@ -22,7 +22,7 @@ from flyte_ddp.core.loading.user_functions import (
     UserFunction,
     require_target,
 )
-from flyte_ddp.core.loading.worker_sources import WorkerImages, WorkerSource, check_targets_by_name
+from flyte_ddp.core.loading.worker_sources import WorkerImages, WorkerSource, check_targets_and_name_sample
 from flyte_ddp.core.loading.workers import LoaderPool
 from flyte_ddp.core.machine.device_copy import copy_to_device
 from flyte_ddp.core.machine.waiting import limit_wait
@@ -156,7 +156,7 @@ class ItemBatches(WorkerSource):
         ids = self.loader.items.name_samples(samples.tolist())
         if check_targets is not None and isinstance(targets, (np.ndarray, Tensor)):
             names = [f"{self.loader.items.side} {sample}" for sample in ids or samples.tolist()]
-            check_targets_by_name(check_targets, np.asarray(targets), names)
+            check_targets_and_name_sample(check_targets, np.asarray(targets), names)
         inputs, targets = tree_map(self.put_on_device, (inputs, targets))
         return Batch(inputs, targets, ids)
 

@@ -13,7 +13,7 @@ from flyte_ddp.core.checks.arrays import map_array_file
 from flyte_ddp.core.checks.forms import check_form
 from flyte_ddp.core.checks.parsing import parse_json
 from flyte_ddp.core.errors import UserError
-from flyte_ddp.core.files import atomic_write, file_digest, file_version, list_files
+from flyte_ddp.core.files import atomic_write, file_digest, get_file_version, list_files
 from flyte_ddp.datasets.prepared_set import WEIGHTS, PreparedSet
 
 DESCRIPTION = "dataset.json"
@@ -47,7 +47,7 @@ def write_prepared_set(data: PreparedSet, folder: Path, origin: Mapping[str, str
     own = (folder / DESCRIPTION, folder / VERIFIED)
     files = {str(path.relative_to(folder)): path for path in list_files(folder) if path not in own}
     digests = {name: file_digest(path) for name, path in files.items()}
-    write_json(folder / VERIFIED, {name: file_version(path) for name, path in files.items()})
+    write_json(folder / VERIFIED, {name: get_file_version(path) for name, path in files.items()})
     write_json(folder / DESCRIPTION, {**of_all, **content, FILES: digests}, indent=1)
 
 
@@ -63,7 +63,7 @@ def verify_files(folder: Path, digests: Mapping[str, str]) -> None:
         found = parse_json((folder / VERIFIED).read_bytes())
         check_form(found, {str: [int]}, VERIFIED)
         known = found
-    versions = {name: [*(file_version(folder / name) or ())] for name in digests}
+    versions = {name: [*(get_file_version(folder / name) or ())] for name in digests}
     if known == versions:
         return
     for name, digest in digests.items():

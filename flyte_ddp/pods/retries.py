@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from flyte_ddp.core.errors import MachineError, RankError, StoppedError, UnreachableError, describe_resumption
-from flyte_ddp.core.files import file_version
+from flyte_ddp.core.files import get_file_version
 from flyte_ddp.core.machine.process import postpone_signal, use_signal_handlers
 from flyte_ddp.core.runs.checkpoint import FOLDER, SLOTS
 from flyte_ddp.core.settings import Settings, read_number_variable, read_text_variable
@@ -174,7 +174,7 @@ class CheckpointUploader:
 
     def __init__(self, store: CheckpointStore, folder: Path) -> None:
         self.store, self.folder = store, folder
-        self.uploaded = {name: file_version(folder / name) for name in SLOTS}  # existing checkpoints were downloaded
+        self.uploaded = {name: get_file_version(folder / name) for name in SLOTS}  # downloaded checkpoints
         self.stop = threading.Event()
         self.failure_printed = False
 
@@ -188,8 +188,8 @@ class CheckpointUploader:
         Prints the first failure. Raises nothing.
         """
         # In the order of writing, so that the later of two saves of the same step replaces the other or is newer.
-        for name in sorted(SLOTS, key=lambda name: (file_version(self.folder / name) or (0, 0))[1]):
-            version = file_version(self.folder / name)
+        for name in sorted(SLOTS, key=lambda name: (get_file_version(self.folder / name) or (0, 0))[1]):
+            version = get_file_version(self.folder / name)
             if version is None or self.uploaded.get(name) == version:
                 continue
             try:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flyte_ddp import storage
 from flyte_ddp.core.errors import StoppedError, UserError, print_to_stderr
-from flyte_ddp.core.files import file_version, list_files
+from flyte_ddp.core.files import get_file_version, list_files
 from flyte_ddp.core.results import EVENTS, FOLDER
 from flyte_ddp.core.text.credentials import mask_credentials
 

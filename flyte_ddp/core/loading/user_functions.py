@@ -43,8 +43,8 @@ class Sample(NamedTuple):
 def seed_for_sample(purpose: str, seed: int, epoch: int, sample: int, transforms: Iterable[Any] = ()) -> None:
     """Seed the global random generators of Python, NumPy and torch (CPU), and ``transforms``, for a sample.
 
-    ``purpose`` (up to 16 bytes) makes seeds for different purposes differ. Each transform must have
-    ``set_random_seed``.
+    Does not restore the state before. ``purpose`` (up to 16 bytes) makes seeds for different purposes differ. Each
+    transform must have ``set_random_seed``.
     """
     packed = struct.pack("<3q", seed, epoch, sample)
     hashed = hashlib.blake2b(packed, digest_size=8, person=purpose.encode()).digest()

@@ -85,7 +85,7 @@ class WorkerImages(WorkerSource):
         if check_targets is not None:
             names = [name for each in loaded for name in each.names]
             named = [name or str(sample) for sample, name in zip(samples.tolist(), names, strict=True)]
-            check_targets_by_name(check_targets, targets, named)
+            check_targets_and_name_sample(check_targets, targets, named)
         inputs, labels = (copy_to_device(torch.from_numpy(values), self.device) for values in (images, targets))
         inputs, labels = self.loader.augmentation.augment_batch(inputs, labels, samples, epoch)
         return Batch(inputs, labels, [name for each in loaded for name in each.names if name])
@@ -111,7 +111,7 @@ class WorkerImages(WorkerSource):
         self.loader.close()
 
 
-def check_targets_by_name(check: CheckTargets, targets: NDArray[Any], names: Sequence[str]) -> None:
+def check_targets_and_name_sample(check: CheckTargets, targets: NDArray[Any], names: Sequence[str]) -> None:
     """Call ``check`` with all targets [n, ...] of a batch, and name the sample in the error.
 
     Args:

@@ -188,9 +188,9 @@ class LoaderPool:
 
         Raises:
             RuntimeError: A process has ended. A MachineError if a signal killed the process.
-            MachineError: With ``wait``, no answer came within :meth:`compute_answer_limit`.
+            MachineError: With ``wait``, no answer came within :meth:`compute_answer_time_limit`.
         """
-        while ready := self.poll.poll(self.compute_answer_limit() * 1000 * wait):
+        while ready := self.poll.poll(self.compute_answer_time_limit() * 1000 * wait):
             for descriptor, _ in ready:
                 worker = self.workers[descriptor]
                 try:
@@ -206,7 +206,7 @@ class LoaderPool:
         if wait:
             raise self.make_late_error()
 
-    def compute_answer_limit(self) -> float:
+    def compute_answer_time_limit(self) -> float:
         """Return the time limit for the next answer, in seconds.
 
         The limit is the limit for loading a sample and 5 s. While processes start, the limit is at least 300 s

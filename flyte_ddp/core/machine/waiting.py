@@ -41,7 +41,7 @@ def limit_wait(what: str) -> Iterator[None]:
         yield
     elif waits:
         waits.append(Wait(what, time.monotonic()))
-        if not signal.getitimer(signal.ITIMER_REAL)[0] and signal.getsignal(signal.SIGALRM) is raise_if_wait_is_over:
+        if not signal.getitimer(signal.ITIMER_REAL)[0] and signal.getsignal(signal.SIGALRM) is raise_if_over_time_limit:
             # Code within the outer block has used the timer.
             signal.setitimer(signal.ITIMER_REAL, limit_seconds, limit_seconds)
         try:
@@ -54,7 +54,7 @@ def limit_wait(what: str) -> Iterator[None]:
         yield
     else:
         waits.append(Wait(what, time.monotonic()))
-        with undone_in_forks(waits.clear), use_signal_handlers({signal.SIGALRM: raise_if_wait_is_over}):
+        with undone_in_forks(waits.clear), use_signal_handlers({signal.SIGALRM: raise_if_over_time_limit}):
             signal.setitimer(signal.ITIMER_REAL, limit_seconds, limit_seconds)  # again, if code catches the error
             try:
                 yield
@@ -63,7 +63,7 @@ def limit_wait(what: str) -> Iterator[None]:
                 signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def raise_if_wait_is_over(_: int, frame: FrameType | None) -> None:
+def raise_if_over_time_limit(_: int, frame: FrameType | None) -> None:
     """Raise a MachineError if the innermost block has taken too long, else set the timer again. Handles SIGALRM."""
     if not waits:  # the wait has ended
         return

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Self, TypeVar
 from flyte_ddp.core.checks.parsing import JsonObject, parse_json
 from flyte_ddp.core.checks.records import Count, JsonRecord
 from flyte_ddp.core.errors import UserError, print_to_stderr
-from flyte_ddp.core.files import HashingFile, file_version, replace_file
+from flyte_ddp.core.files import HashingFile, get_file_version, replace_file
 from flyte_ddp.core.settings import read_text_variable
 
 FOLDER = "checkpoints"  # in the output folder
@@ -177,7 +177,7 @@ def read_checkpoint(path: Path, *, most_bytes: float = math.inf) -> Checkpoint |
     """
     try:
         with path.open("rb") as file:
-            version = file_version(path)
+            version = get_file_version(path)
             if version not in verified and os.fstat(file.fileno()).st_size <= most_bytes:
                 check_file_digest(file)
                 verified.update({version} if version else ())
@@ -278,7 +278,7 @@ def mark_checkpoint_as_verified(output_folder: Path, step: int) -> None:
     Call this function after a rank has reported that the checkpoint was written.
     """
     newest = find_newest_checkpoint(output_folder / FOLDER, most_bytes=0)[0]
-    if newest is not None and newest.step == step and (version := file_version(newest.path)):
+    if newest is not None and newest.step == step and (version := get_file_version(newest.path)):
         verified.add(version)
 
 

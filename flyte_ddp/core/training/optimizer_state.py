@@ -124,9 +124,9 @@ def load_optimizer_state(optimizer: Optimizer, saved: State) -> None:
         for each in (optimizer, *(inner for _, inner in list_inner_optimizers(optimizer))):
             with suppress(AttributeError):  # a wrapper may not have called torch's constructor
                 restorer = SavedTypesHooks()
-                before = each.register_load_state_dict_pre_hook(restorer.keep)
+                before = each.register_load_state_dict_pre_hook(restorer.keep_saved_state)
                 hooks.callback(before.remove)
-                hooks.callback(each.register_load_state_dict_post_hook(restorer.restore).remove)
+                hooks.callback(each.register_load_state_dict_post_hook(restorer.restore_saved_types).remove)
         optimizer.load_state_dict(saved)
 
 
@@ -135,11 +135,11 @@ class SavedTypesHooks:
 
     saved: State
 
-    def keep(self, _: Optimizer, saved: State) -> None:
+    def keep_saved_state(self, _: Optimizer, saved: State) -> None:
         """Store the ``state_dict`` that is about to be loaded. This is the hook before loading."""
         self.saved = saved
 
-    def restore(self, optimizer: Optimizer) -> None:
+    def restore_saved_types(self, optimizer: Optimizer) -> None:
         """Replace the state that torch has loaded by the saved values. This is the hook after loading.
 
         Tensors are copied to the devices of the loaded tensors.

@@ -63,7 +63,7 @@ def check_module_is_allowed(spec: str, module: str) -> None:
 
 
 def check_callable_is_allowed(spec: str, module: str, found: Any) -> None:
-    """Raise UserError if the module that defines a callable may not be named, though ``module`` has the callable.
+    """Raise UserError if a function or class is defined in another module that FLYTE_DDP_MODULES does not allow.
 
     Args:
         spec: The start of the error, ``package.module:callable``.

@@ -150,7 +150,7 @@ class EncodedSamples(SampleLoader):
             return *loaded, encoded.key
         self.replaced.add(sample)
         others = next(found for order in self.orders if sample in (found := order.list_substitutes(sample)))
-        place = int(np.searchsorted(others, sample))  # substitutes() are ascending
+        place = int(np.searchsorted(others, sample))  # list_substitutes() returns ascending numbers
         for other in [*others[place + 1 :].tolist(), *others[:place].tolist()]:
             if loaded := self.decode_or_record(other, self.reader.read_sample(other), epoch):
                 return *loaded, encoded.key

@@ -57,7 +57,7 @@ class FileSender:
 
     def __init__(self, folder: Path, send: Send) -> None:
         self.folder, self.send = folder, send
-        self.versions = {path: file_version(path) for path in list_files(folder)}  # of files that the launcher has
+        self.versions = {path: get_file_version(path) for path in list_files(folder)}  # of files that the launcher has
         self.metrics_sent = size_or_zero(folder / METRICS)  # bytes
 
     def send_changes(self, *, all_files: bool = False) -> None:
@@ -73,7 +73,7 @@ class FileSender:
         for path in list_files(self.folder) if all_files else [self.folder / FOLDER / name for name in SLOTS]:
             name = path.relative_to(self.folder).as_posix()
             with suppress(FileNotFoundError):
-                version = file_version(path)
+                version = get_file_version(path)
                 if path != metrics and not path.match(".*.tmp") and self.versions.get(path) != version:
                     for piece in read_pieces(path, name):
                         self.send(piece)
