@@ -39,7 +39,7 @@ def pickle_call(
     while isinstance(called, partial):  # so that the arguments of a partial count, too
         called, args, kwargs = called.func, (*called.args, *args), {**called.keywords, **kwargs}
     function = called
-    name = function_name(function)
+    name = get_function_name(function)
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         rule = "is an async function; pass an ordinary function that calls asyncio.run(...)"
         raise UserError(f"{name}: {rule}")
@@ -57,13 +57,13 @@ def pickle_call(
             f"{name}: {clashing[0]}= goes to run_ranks, but the function also has a parameter {clashing[0]}; pass the "
             f"function's argument by position, or run functools.partial(function, {clashing[0]}=...)"
         )
-    code, user_code = digest_code(function)
+    code, user_code = compute_code_digest(function)
     payload = pickle_for_ranks(name, function, *args, **kwargs)
-    shown = {key: describe_value(value) for key, value in {**bound_values(function), **arguments}.items()}
+    shown = {key: make_comparable_value(value) for key, value in {**list_bound_values(function), **arguments}.items()}
     return Call(name, payload, shown, code, user_code)
 
 
-def bound_values(function: Callable[..., Any]) -> dict[str, Any]:
+def list_bound_values(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the values bound to a function, by name: a closure's variables, or a method's object as "self".
 
     An object that can be called, and is no function, is its own "self".
@@ -109,7 +109,7 @@ def pickle_for_ranks(name: str, function: Callable[..., Any], *args: Any, **kwar
         ) from error
 
 
-def function_name(function: Callable[..., Any]) -> str:
+def get_function_name(function: Callable[..., Any]) -> str:
     """Return ``module:function`` of a function, or of the function that a functools.partial calls."""
     while isinstance(function, partial):
         function = function.func
@@ -117,7 +117,7 @@ def function_name(function: Callable[..., Any]) -> str:
     return f"{named.__module__}:{named.__qualname__}"
 
 
-def describe_value(value: Any, replace: Callable[[Any], Any] = lambda value: value) -> Any:
+def make_comparable_value(value: Any, replace: Callable[[Any], Any] = lambda value: value) -> Any:
     """Return a JSON value that stands for an argument, and is equal for equal arguments in all processes.
 
     Lists, mappings and dataclasses become lists and dicts. Only the class of an nn.Module counts. If pickle rejects an
@@ -130,16 +130,16 @@ def describe_value(value: Any, replace: Callable[[Any], Any] = lambda value: val
     if is_dataclass(value) and not isinstance(value, type):
         value = {each.name: getattr(value, each.name) for each in fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): describe_value(each, replace) for key, each in value.items()}
+        return {str(key): make_comparable_value(each, replace) for key, each in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        parts = [describe_value(each, replace) for each in value]
+        parts = [make_comparable_value(each, replace) for each in value]
         return parts if isinstance(value, (list, tuple)) else sorted(parts, key=repr)  # sets differ between processes
     if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
         return value
-    return str(value) if isinstance(value, (float, Path)) else describe_object(value)
+    return str(value) if isinstance(value, (float, Path)) else make_comparable_object(value)
 
 
-def describe_object(value: Any) -> Any:
+def make_comparable_object(value: Any) -> Any:
     """Return a JSON description of an object.
 
     A class or an nn.Module is described by its name, and a function by name and bound values. Any other object is
@@ -147,14 +147,14 @@ def describe_object(value: Any) -> Any:
     """
     # A module is known by its class alone, because the weights may be random, and are in the checkpoint.
     if isinstance(value, type) or hasattr(value, "state_dict"):
-        return function_name(value)
+        return get_function_name(value)
     if not inspect.isroutine(value):
-        return digest_value(value)
+        return compute_value_digest(value)
     bound = {  # inner functions by name alone, because a recursive function is in its own closure
-        name: function_name(each) if inspect.isroutine(each) else describe_value(each)
-        for name, each in bound_values(value).items()
+        name: get_function_name(each) if inspect.isroutine(each) else make_comparable_value(each)
+        for name, each in list_bound_values(value).items()
     }
-    return [function_name(value), bound] if bound else function_name(value)
+    return [get_function_name(value), bound] if bound else get_function_name(value)
 
 
 class StablePickler(pickle.Pickler):
@@ -165,7 +165,7 @@ class StablePickler(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, (set, frozenset)):
-            return type(value).__qualname__, sorted(map(digest_value, value))
+            return type(value).__qualname__, sorted(map(compute_value_digest, value))
         torch = sys.modules.get("torch")  # not imported for this, because tensors exist only after the import
         if torch is not None and isinstance(value, torch.Tensor):
             content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -173,7 +173,7 @@ class StablePickler(pickle.Pickler):
         return None
 
 
-def digest_value(value: Any) -> str:
+def compute_value_digest(value: Any) -> str:
     """Return an object's type and a digest of its pickle.
 
     If plain pickle rejects the object, returns only the type.
@@ -188,7 +188,7 @@ def digest_value(value: Any) -> str:
     return f"{type(value).__qualname__} {hashlib.sha256(file.getvalue()).hexdigest()[:12]}"
 
 
-def digest_code(function: Callable[..., Any]) -> tuple[str, tuple[str, ...]]:
+def compute_code_digest(function: Callable[..., Any]) -> tuple[str, tuple[str, ...]]:
     """Return the digest of a function's sources, and specs (package.module:name) of the modules that other hosts need.
 
     Without sources, the digest is "". In a notebook, only the text of the function counts. Puts the working directory
@@ -197,16 +197,16 @@ def digest_code(function: Callable[..., Any]) -> tuple[str, tuple[str, ...]]:
     Raises:
         UserError: A module was changed since its import.
     """
-    module, _, name = function_name(function).partition(":")
+    module, _, name = get_function_name(function).partition(":")
     name = name.partition(".")[0].strip("<>")  # only the module counts, but "<lambda>" is not a valid name
     if module != "__main__":
         spec = f"{module}:{name}"
-        return user_source.user_source_digest(spec), (spec,)
+        return user_source.compute_user_code_digest(spec), (spec,)
     script = getattr(sys.modules["__main__"], "__file__", None)
     if script is not None and Path(script).is_file():
-        found = [*user_source.find_script_sources(Path(script))]
+        found = [*user_source.iterate_script_sources(Path(script))]
         specs = {f"{path.partition('/')[0].removesuffix('.py')}:{name}" for path, *_ in found[1:]}
-        return user_source.digest_sources(found), tuple(sorted(specs))
+        return user_source.compute_sources_digest(found), tuple(sorted(specs))
     try:
         return hashlib.sha256(inspect.getsource(function).encode()).hexdigest(), ()
     except (OSError, TypeError):  # typed into a plain interpreter

@@ -165,7 +165,7 @@ class ResultWriter:
             UserError: The name is not allowed, leads out of ``results/``, or a whole file cannot be written.
             OSError: A piece cannot be written.
         """
-        require_result_name(piece.name)
+        check_result_name(piece.name)
         path = self.folder / piece.name
         if not path.resolve().is_relative_to(self.folder.resolve()):
             raise UserError(f"result {piece.name!r}: leads out of {self.folder} through a link; remove the link")

@@ -50,7 +50,7 @@ class CustomSet:
             UserError: The module does not exist or has changed since this process imported the module. Also if
                 ``source`` cannot be read.
         """
-        identity = digest_lines([self.spec, user_source_digest(self.spec), source, hash_address_content(source)])
+        identity = digest_lines([self.spec, compute_user_code_digest(self.spec), source, hash_address_content(source)])
         return f"{re.sub(r'[^A-Za-z0-9_.]', '-', self.spec)}-{identity[:16]}"
 
     def load(self, source: str, workspace: Path, progress: Progress) -> tuple[SampleArrays | OnDemandSet, str]:

@@ -17,7 +17,7 @@ from flyte_ddp.core.launch.engine import (
     open_rendezvous,
     run_agent,
 )
-from flyte_ddp.core.machine.process import signal_handlers
+from flyte_ddp.core.machine.process import use_signal_handlers
 from flyte_ddp.core.machine.resources import MOST_CPU_RANKS, Request, World, choose_device_type
 from flyte_ddp.core.runs.work import Work
 from flyte_ddp.engines import capacity

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flyte_ddp import catalog
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.models.inputs import InputSpec, ModelInput
-from flyte_ddp.core.user_code.callables import load_callable, require_options
+from flyte_ddp.core.user_code.callables import check_options_are_accepted, load_callable
 
 Value = TypeVar("Value")
 

@@ -64,7 +64,7 @@ def model_identity(hp: Hyperparameters) -> dict[str, str]:
     weights = catalog.find_torchvision_weights(hp.model, hp.init_from)
     return {
         "code": library_digest(),
-        "user_code": user_source_digest(*own_code) if own_code else "",
+        "user_code": compute_user_code_digest(*own_code) if own_code else "",
         "initial_weights": initial_weights.hash_initial_weights(hp.init_from, weights),
         "releases": list_releases(),
     }

@@ -46,7 +46,7 @@ def raise_retryable_errors(platform: Platform) -> Iterator[None]:
     Raises:
         UserError: The library's code in this pod differs from the registered code.
     """
-    with signal_handlers({signal.SIGTERM: raise_pod_terminated}):
+    with use_signal_handlers({signal.SIGTERM: raise_pod_terminated}):
         try:
             if is_in_pod():
                 environment.refuse_unregistered_code()

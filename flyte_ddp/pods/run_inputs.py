@@ -32,7 +32,7 @@ def check_and_identify_run(hp: Hyperparameters, engine: str, kickoff_time: datet
         UserError: The hyperparameters or the hardware are unfit, or the run is still active.
     """
     for spec in hp.list_user_callables():
-        refuse_foreign_module(spec, split_spec(spec)[0])
+        check_module_is_allowed(spec, split_spec(spec)[0])
     identity.check_known_image_size(hp)
     check_requested_resources(hp, *compute_node_and_rank_limits(engine))
     fingerprint = fetching.fingerprint(hp.dataset, hp.data_source, hp.test_dataset)

@@ -123,7 +123,7 @@ class Mirror:
                 continue
             name = path.relative_to(self.folder).as_posix()
             try:
-                if self.versions.get(name) != (version := file_version(path)):
+                if self.versions.get(name) != (version := get_file_version(path)):
                     storage.write_file(storage.join_address(self.address, name), path.read_bytes())
                     self.versions[name] = version
             except Exception as error:  # the other files are still copied

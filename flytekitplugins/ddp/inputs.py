@@ -11,7 +11,7 @@ from flytekit.models.literals import LiteralMap
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from flyte_ddp.calls import describe_value, digest_value
+from flyte_ddp.calls import compute_value_digest, make_comparable_value
 from flyte_ddp.core.checks.parsing import JsonObject
 from flyte_ddp.core.files import hold_lock
 

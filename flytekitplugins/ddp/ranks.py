@@ -16,7 +16,7 @@ from flytekit.deck.deck import TimeLineDeck
 from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.models.literals import LiteralMap
 
-from flyte_ddp.calls import digest_code, function_name, pickle_for_ranks
+from flyte_ddp.calls import compute_code_digest, get_function_name, pickle_for_ranks
 from flyte_ddp.core.errors import UnreachableError
 from flyte_ddp.core.loops.call import Call
 from flytekitplugins.ddp.inputs import share_downloads

@@ -19,7 +19,7 @@ def main(hp: str, data: str, folder: str, least: str, most: str) -> None:
     settings = Settings(progress="lines", wandb_mode="disabled", cache_folder=Path(folder).parent / "cache")
     rules = {"last_call_timeout": 1, "keep_alive_interval": 1, "read_timeout": 20, "join_timeout": 60}
     with (
-        signal_handlers({signal.SIGTERM: raise_pod_terminated}),
+        use_signal_handlers({signal.SIGTERM: raise_pod_terminated}),
         elastic.join_job("job", (int(least), int(most)), 1, 2, rules) as node,
     ):
         if not elastic.has_launcher():

@@ -96,7 +96,7 @@ def test_a_checkpoint_does_not_wait_for_results() -> None:
     launcher, theirs = Pipe()
     rank = PipeEnd(theirs)
     with ThreadPoolExecutor(2) as pool:
-        deliver, content = results.split_into_pieces(rank.send), bytes(16 * results.PIECE_BYTES)
+        deliver, content = results.send_results_in_pieces(rank.send), bytes(16 * results.PIECE_BYTES)
         pool.submit(deliver, ResultPiece("large", content))
         launcher.recv()  # the next piece is on its way
         pool.submit(rank.send, Saved(3))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from flyte_ddp.calls import describe_value, pickle_by_value
+from flyte_ddp.calls import make_comparable_value, pickle_by_value
 
 
 class Config:

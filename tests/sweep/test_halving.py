@@ -21,7 +21,7 @@ from flyte_ddp.core.errors import (
     UnreachableError,
     UserError,
 )
-from flyte_ddp.core.runs.run_folder import hold_run_folder
+from flyte_ddp.core.runs.run_folder import lock_run_folder
 from flyte_ddp.run import run_training, run_training_fraction
 from flyte_ddp.sweep.halving import TrialResult, pick_winner, plan_rung, rank_trials, run_rung
 from flyte_ddp.sweep.space import Sweep

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from flyte_ddp.core.files import FilePiece, explain_write_errors, file_version, list_files
+from flyte_ddp.core.files import FilePiece, explain_write_errors, get_file_version, list_files
 from flyte_ddp.core.launch.supervise.messages import Message
 from flyte_ddp.core.runs.checkpoint import FOLDER, SLOTS
 from flyte_ddp.core.runs.run_folder import METRICS

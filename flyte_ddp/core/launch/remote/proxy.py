@@ -13,7 +13,7 @@ from flyte_ddp.core.launch.supervise.failure_report import make_failure_report
 from flyte_ddp.core.launch.supervise.messages import Exited, Message, Notice, RunOver, Save, Saved, Stack
 from flyte_ddp.core.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.core.launch.supervise.stopping import call_on_signals
-from flyte_ddp.core.machine.process import stop_signals
+from flyte_ddp.core.machine.process import list_stop_signals
 from flyte_ddp.core.runs.checkpoint import Handover
 
 Outcome = BaseException | None  # of a run: its error, or None if the run has completed
@@ -170,7 +170,7 @@ def hand_to_rank(message: Message, handle: RankHandle, send: Send) -> None:
         case Notice.KILL:
             handle.kill()
         case Notice.READ_STACK:
-            send(Stack(handle.read_stack()))
+            send(Stack(handle.request_stack()))
         case Save() if not handle.has_started():
             send(Saved(handle.resumed_step))
         case _:

@@ -79,7 +79,7 @@ class RemoteHandle(RankHandle):
             case _:
                 super().handle_message(message)
 
-    def read_stack(self) -> str:
+    def request_stack(self) -> str:
         self.answer = None
         self.send(Notice.READ_STACK)
         self._take_messages(lambda: self.answer is not None, STACK_SECONDS)

@@ -25,7 +25,7 @@ from flyte_ddp.core.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.core.launch.supervise.restarts import Restarts
 from flyte_ddp.core.launch.supervise.stopping import StopRequest, catch_stop_signals, stop_error
 from flyte_ddp.core.launch.supervise.supervisor import end_ranks, supervise_ranks
-from flyte_ddp.core.runs.checkpoint import newest_step
+from flyte_ddp.core.runs.checkpoint import find_newest_step
 from flyte_ddp.core.runs.run_folder import remove_temporary_files, rewind_to_newest_checkpoint
 from flyte_ddp.core.runs.work import Work
 from flyte_ddp.core.user_code.digest import package_digest

@@ -30,7 +30,6 @@ from flyte_ddp.core.machine.process import (
     kill_process_trees,
     list_children,
     list_helper_pids,
-    open_spawn_context,
     set_process_name,
 )
 

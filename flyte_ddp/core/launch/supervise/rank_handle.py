@@ -12,7 +12,7 @@ from flyte_ddp.core.launch.supervise.failure_report import FailureReport
 from flyte_ddp.core.launch.supervise.link import PipeEnd
 from flyte_ddp.core.launch.supervise.messages import Assignment, Message, Notice, Saved, Writing
 from flyte_ddp.core.launch.supervise.network import LOOPBACK
-from flyte_ddp.core.machine.process import count_out_of_memory_kills, read_stack
+from flyte_ddp.core.machine.process import count_out_of_memory_kills, request_stack
 
 READ_SECONDS = 0.1  # for messages of one rank, so that many messages delay neither other ranks nor requests to stop
 JOIN_SECONDS = 10.0  # for a killed process to end; a process blocked in the kernel (NFS, a GPU's driver) does not

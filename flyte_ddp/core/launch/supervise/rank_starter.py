@@ -20,7 +20,7 @@ from flyte_ddp.core.launch.supervise.fork_server import END, SERVER, run_rank_se
 from flyte_ddp.core.launch.supervise.link import RankInfo
 from flyte_ddp.core.launch.supervise.rank_handle import JOIN_SECONDS, ProcessHandle, RankHandle
 from flyte_ddp.core.launch.supervise.rank_process import start_rank
-from flyte_ddp.core.machine.process import spawn_context
+from flyte_ddp.core.machine.process import open_spawn_context
 
 POSSIBLE = sys.platform == "linux"  # on macOS, libraries rely on threads, which a fork does not have
 PRELOADED_DEVICE_TYPES = ("cpu",)  # types of devices for which the server imports torch
@@ -101,7 +101,7 @@ class RankServer:
         Does not wait for the ranks, which then wait for work. If the server does not run, starts the server. All ranks
         of an earlier start must have ended. If the server ends meanwhile, the handles report the ranks as ended.
         """
-        with spawn_context() as context:
+        with open_spawn_context() as context:
             if self.process is None or not self.process.is_alive() or self.requests is None:
                 self.close()
                 self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -148,7 +148,7 @@ def open_rank_starter() -> Iterator[Callable[[list[RankHandle], Sequence[RankInf
 def start_processes(group: list[RankHandle], infos: Sequence[RankInfo]) -> None:
     """Spawn a process for each rank, and append its handle to ``group`` as soon as the process has started."""
     for info in infos:
-        with spawn_context() as context:
+        with open_spawn_context() as context:
             pipe, rank_pipe = context.Pipe()
             stacks, rank_stacks = context.Pipe(duplex=False)
             process = context.Process(target=start_rank, args=(info, rank_pipe, rank_stacks), name=f"rank {info.rank}")

@@ -11,7 +11,7 @@ from flyte_ddp.core.launch.supervise.failures import NO_STACK, find_first_failur
 from flyte_ddp.core.launch.supervise.messages import Save, StoreAddress
 from flyte_ddp.core.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.core.launch.supervise.stopping import StopRequest, stop_error
-from flyte_ddp.core.runs.checkpoint import Handover, trust_checkpoint
+from flyte_ddp.core.runs.checkpoint import Handover, mark_checkpoint_as_verified
 from flyte_ddp.core.runs.run_folder import make_handover
 from flyte_ddp.core.runs.work import Work
 
