@@ -12,12 +12,10 @@ from flyte_ddp.catalog import IMAGENET
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.loading.arrays import open_array_batches
-from flyte_ddp.core.loading.collate import PADDED, STACKED, Types
 from flyte_ddp.core.loading.split import BatchSource, Split, Splits, TargetSpec
 from flyte_ddp.core.loading.user_functions import (
     NO_AUGMENTATION,
     Augmentation,
-    derive_target_spec,
 )
 from flyte_ddp.core.loading.workers import start_loader_pool
 from flyte_ddp.core.machine.resources import count_cores
@@ -26,10 +24,12 @@ from flyte_ddp.core.order.random_state import keep_random_state
 from flyte_ddp.core.order.sampling import Order
 from flyte_ddp.core.order.shard_order import Orders
 from flyte_ddp.core.samples.leaves import Leaves, get_leaves_form, name_leaves
+from flyte_ddp.datasets.collate import PADDED, STACKED, Types
 from flyte_ddp.datasets.item_set import ItemSet
 from flyte_ddp.datasets.items import ItemImages, ItemLoader, Items
 from flyte_ddp.datasets.leaf_conversion import require_identifiers
 from flyte_ddp.datasets.prepared_set import Opening
+from flyte_ddp.datasets.user_targets import derive_target_spec
 
 LOOKED_AT = 16
 OTHER = LeafSpec((), "other")

@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.loading.batch_memory import BatchMemory
-from flyte_ddp.core.loading.collate import PADDED, Samples, Types, collate_samples
 from flyte_ddp.core.loading.sample_loader import SampleLoader
 from flyte_ddp.core.loading.split import Batch, BatchSource, CheckTargets, TargetSpec
 from flyte_ddp.core.loading.user_functions import (
@@ -20,7 +19,6 @@ from flyte_ddp.core.loading.user_functions import (
     Augmentation,
     Sample,
     UserFunction,
-    require_target,
 )
 from flyte_ddp.core.loading.worker_sources import WorkerImages, WorkerSource, check_targets_and_name_sample
 from flyte_ddp.core.loading.workers import LoaderPool
@@ -30,7 +28,9 @@ from flyte_ddp.core.models.inputs import InputSpec
 from flyte_ddp.core.order.random_state import keep_random_state
 from flyte_ddp.core.order.sampling import Indices
 from flyte_ddp.core.samples.leaves import Leaves, map_leaves
+from flyte_ddp.datasets.collate import PADDED, Samples, Types, collate_samples
 from flyte_ddp.datasets.item_set import ItemSet
+from flyte_ddp.datasets.user_targets import require_target
 
 
 @dataclass(frozen=True, eq=False)

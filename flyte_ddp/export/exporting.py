@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.export import Dim
 
 from flyte_ddp.core.errors import UnreachableError
-from flyte_ddp.core.loading.collate import MASK, PADDED, widen_type
+from flyte_ddp.core.loading.padding import MASK, widen_type
 from flyte_ddp.core.machine.resources import count_cores
 from flyte_ddp.core.models.inputs import LeavesSpec
 from flyte_ddp.core.samples.leaves import Leaves, get_leaves_form
+from flyte_ddp.datasets.collate import PADDED
 from flyte_ddp.datasets.prepared_set import Opening, PreparedSet
 from flyte_ddp.export.graphs import ONNX, NotExportedError, ServedImages, ServedLeaves, write_onnx
 from flyte_ddp.export.onnx_process import OnnxProcess

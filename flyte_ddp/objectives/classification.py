@@ -22,11 +22,12 @@ from flyte_ddp.catalog import (
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.objectives.binary_labels import BinaryLabels
 from flyte_ddp.core.objectives.objective import HIGHER, Columns, Facts, Objective, list_largest_losses, overrides
-from flyte_ddp.core.objectives.requirements import check_output_shape, check_target_type, check_target_values
-from flyte_ddp.core.objectives.table_columns import TableColumns, make_top_columns, make_unique_column_names
+from flyte_ddp.core.objectives.table_columns import TableColumns
 from flyte_ddp.core.samples.leaves import Leaves
 from flyte_ddp.core.text.formatting import format_percent
 from flyte_ddp.core.text.sections import Confusions, Pictures, Section
+from flyte_ddp.objectives.class_columns import make_top_columns, make_unique_column_names
+from flyte_ddp.objectives.requirements import check_output_shape, check_target_type, check_target_values
 from flyte_ddp.objectives.threshold import apply_threshold, fit_threshold, predict_classes
 from flyte_ddp.objectives.two_classes import list_second_class_sections
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from flyte_ddp.core.objectives.objective import HIGHER, LOWER, Columns, Facts, Objective
-from flyte_ddp.core.objectives.requirements import check_output_shape, check_target_type, check_target_values
 from flyte_ddp.core.objectives.table_columns import TableColumns
 from flyte_ddp.core.samples.leaves import IGNORED_TOKEN, Leaves, name_leaves
 from flyte_ddp.core.user_code.callables import load_callable
+from flyte_ddp.objectives.requirements import check_output_shape, check_target_type, check_target_values
 
 LONGEST_TEXT = 200  # characters of a prediction in a table
 

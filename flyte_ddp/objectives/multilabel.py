@@ -14,10 +14,11 @@ from flyte_ddp.catalog import MEASURES, SETTINGS_OF_OBJECTIVES
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.objectives.binary_labels import BinaryLabels
 from flyte_ddp.core.objectives.objective import HIGHER, Columns, Objective, compute_mean_without_nan, overrides
-from flyte_ddp.core.objectives.requirements import check_output_shape, check_target_type, check_target_values
-from flyte_ddp.core.objectives.table_columns import TableColumns, make_top_columns, make_unique_column_names
+from flyte_ddp.core.objectives.table_columns import TableColumns
 from flyte_ddp.core.text.formatting import join_first
 from flyte_ddp.core.text.sections import Section, Table
+from flyte_ddp.objectives.class_columns import make_top_columns, make_unique_column_names
+from flyte_ddp.objectives.requirements import check_output_shape, check_target_type, check_target_values
 
 THRESHOLD = 0.5  # probability from which a label counts as predicted
 

@@ -20,10 +20,10 @@ from flyte_ddp.core.objectives.objective import (
     compute_mean_without_nan,
     overrides,
 )
-from flyte_ddp.core.objectives.requirements import check_output_shape, check_target_type, check_target_values
 from flyte_ddp.core.objectives.table_columns import TableColumns, make_number_columns
 from flyte_ddp.core.text.formatting import join_first
 from flyte_ddp.core.text.sections import Histogram, Scatter, Section, Table
+from flyte_ddp.objectives.requirements import check_output_shape, check_target_type, check_target_values
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "mse": functional.mse_loss,

@@ -10,11 +10,12 @@ from torch.nn import functional
 
 from flyte_ddp.catalog import SETTINGS_OF_OBJECTIVES
 from flyte_ddp.core.objectives.objective import HIGHER, Columns, Objective, list_largest_losses, overrides
-from flyte_ddp.core.objectives.requirements import check_output_shape, check_target_type, check_target_values
-from flyte_ddp.core.objectives.table_columns import TableColumns, make_top_columns, make_unique_column_names
+from flyte_ddp.core.objectives.table_columns import TableColumns
 from flyte_ddp.core.samples.leaves import IGNORED
 from flyte_ddp.core.text.formatting import join_first
 from flyte_ddp.core.text.sections import Pictures, Section, Table
+from flyte_ddp.objectives.class_columns import make_top_columns, make_unique_column_names
+from flyte_ddp.objectives.requirements import check_output_shape, check_target_type, check_target_values
 
 
 class Segmentation(Objective):

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.hardware import Hardware
-from flyte_ddp.core.loading.collate import widen_type
+from flyte_ddp.core.loading.padding import widen_type
 from flyte_ddp.core.loading.split import Splits
 from flyte_ddp.core.objectives.table_columns import TableColumns, list_inputs
 from flyte_ddp.core.order.sampling import Indices, Order

@@ -27,7 +27,6 @@ from flyte_ddp.core.objectives.table_columns import (
     describe_inputs,
     describe_samples,
     list_inputs,
-    make_unique_column_names,
     merge_columns,
 )
 from flyte_ddp.core.progress import Progress
@@ -40,6 +39,7 @@ from flyte_ddp.datasets.encoded.samples import BadSamples
 from flyte_ddp.datasets.rows import MISSING
 from flyte_ddp.models.stored_code import read_model_json
 from flyte_ddp.objectives import Classification, Multilabel, Objective, Segmentation
+from flyte_ddp.objectives.class_columns import make_unique_column_names
 from flyte_ddp.predict.prediction_batches import (
     Batch,
     SavedModel,

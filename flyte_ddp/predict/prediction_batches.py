@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flyte_ddp.core.errors import UserError
-from flyte_ddp.core.loading.collate import STACKED
 from flyte_ddp.core.loading.loader_threads import limit_to_one_thread
 from flyte_ddp.core.lookahead import map_in_threads
 from flyte_ddp.core.machine.resources import count_cores
@@ -28,6 +27,7 @@ from flyte_ddp.core.samples.leaves import (
     restore_leaves,
 )
 from flyte_ddp.core.settings import Settings
+from flyte_ddp.datasets.collate import STACKED
 from flyte_ddp.datasets.encoded import cropping
 from flyte_ddp.datasets.encoded.decoding import DecodingError, decode_image, decode_with_pillow
 from flyte_ddp.datasets.encoded.image_folder import SUFFIXES, is_image, list_visible_files

@@ -15,8 +15,8 @@ import torch
 
 from flyte_ddp import arrays
 from flyte_ddp.core.errors import UserError
-from flyte_ddp.core.loading.collate import collate_samples
 from flyte_ddp.core.samples.leaves import Ragged
+from flyte_ddp.datasets.collate import collate_samples
 from flyte_ddp.datasets.columns import require_distinct
 from flyte_ddp.datasets.leaf_conversion import convert_new_inputs
 

@@ -17,10 +17,10 @@ from scipy import sparse
 from flyte_ddp import arrays
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import UserError
-from flyte_ddp.core.loading.collate import collate_samples
 from flyte_ddp.core.progress import Progress
 from flyte_ddp.core.samples.leaves import get_leaves_form, name_leaves
 from flyte_ddp.datasets import fetch, image_arrays, open_prepared
+from flyte_ddp.datasets.collate import collate_samples
 from flyte_ddp.datasets.custom import arrays_from_result
 from flyte_ddp.datasets.items import Items
 from flyte_ddp.datasets.prepared import check_prepared_set

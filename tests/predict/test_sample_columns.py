@@ -11,8 +11,8 @@ from scipy import ndimage, special, stats
 from sidecars import make_sidecar
 
 from flyte_ddp.core.errors import UserError
-from flyte_ddp.core.loading.collate import collate_samples
 from flyte_ddp.core.models.inputs import InputSpec, LeafSpec, LeavesSpec, prepare_inputs
+from flyte_ddp.datasets.collate import collate_samples
 from flyte_ddp.objectives import Facts, make_objective
 from flyte_ddp.predict.sample_columns import (
     Reference,

@@ -17,8 +17,8 @@ from torch import Tensor
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.models import saving
 from flyte_ddp.core.models.inputs import InputSpec
-from flyte_ddp.core.objectives.table_columns import make_unique_column_names
 from flyte_ddp.objectives import Classification, Facts, Multilabel, Objective, Segmentation
+from flyte_ddp.objectives.class_columns import make_unique_column_names
 from flyte_ddp.predict.predict import is_limited_to_top_classes, make_answer_columns, mark_rows_with_nan
 
 SPEC = InputSpec(channels=1, height=4, width=4, mean=(0.3,), std=(0.4,))

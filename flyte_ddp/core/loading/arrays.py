@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flyte_ddp.core.loading.collate import add_mask, choose_padding_value, widen_type
+from flyte_ddp.core.loading.padding import add_mask, choose_padding_value, widen_type
 from flyte_ddp.core.loading.split import Batch, BatchSource, CheckTargets
 from flyte_ddp.core.loading.user_functions import NO_AUGMENTATION, Augmentation
 from flyte_ddp.core.machine.device_copy import copy_to_device

@@ -1,7 +1,7 @@
 """Columns of tables, and texts, for the samples and a model's answers."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -21,17 +21,6 @@ LONGEST = 100  # characters of a text
 TableColumns = dict[str, Sequence[Any]]  # texts or numbers of n samples, by the name of the column
 
 
-def make_unique_column_names(prefix: str, names: Iterable[str]) -> list[str]:
-    """Return a column name, ``<prefix>_<name>``, for each name. Repeated column names get a "'" at the end."""
-    found = dict[str, None]()  # in order, and quick to search
-    for name in names:
-        column = f"{prefix}_{name}"
-        while column in found:
-            column += "'"
-        found[column] = None
-    return [*found]
-
-
 def make_number_columns(name: str, values: Any) -> TableColumns:
     """Return the numbers of n samples as columns ``<name>``, or ``<name>_0``, ``<name>_1`` and so on.
 
@@ -48,25 +37,6 @@ def make_number_columns(name: str, values: Any) -> TableColumns:
     single = len(tensors) == 1 and tensors[0].dim() == 1
     names = [name] if single else [f"{name}_{place}" for place in range(width)]
     return dict(zip(names, rows.T.tolist(), strict=True))
-
-
-def make_top_columns(prefix: str, value: str, names: Sequence[str], values: Tensor, ranks: Tensor) -> TableColumns:
-    """Return columns with the best classes of each sample, by rank: the class's name and value.
-
-    The columns are ``<prefix>top_<rank>`` for names and ``<prefix><value>_top_<rank>`` for values.
-
-    Args:
-        prefix: Start of the columns' names.
-        value: Name of the values in the columns' names.
-        names: The names.
-        values: A value of each name, [n, names].
-        ranks: Position in ``names`` at each rank, [n, k].
-    """
-    found: TableColumns = {}
-    columns = zip(ranks.T.tolist(), values.gather(1, ranks).T.tolist(), strict=True)
-    for rank, (places, numbers) in enumerate(columns, 1):
-        found |= {f"{prefix}top_{rank}": [names[place] for place in places], f"{prefix}{value}_top_{rank}": numbers}
-    return found
 
 
 def list_inputs(inputs: Leaves, columns: Mapping[str, Sequence[str]], rows: Mapping[str, NDArray[Any]]) -> TableColumns:

@@ -17,8 +17,6 @@ from flyte_ddp.core.loading.user_functions import (
     Augmentation,
     Sample,
     UserFunction,
-    derive_target_spec,
-    require_target,
 )
 from flyte_ddp.core.models.sidecar import EVALUATION_SHARE
 from flyte_ddp.core.order.random_state import keep_random_state
@@ -27,6 +25,7 @@ from flyte_ddp.core.samples.pictures import Pixels
 from flyte_ddp.datasets.encoded import cropping
 from flyte_ddp.datasets.encoded.decoding import DecodingError, decode_image
 from flyte_ddp.datasets.encoded.readers import Encoded, ImageReader
+from flyte_ddp.datasets.user_targets import derive_target_spec, require_target
 
 
 @dataclass

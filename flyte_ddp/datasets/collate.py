@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.loading.padding import add_mask, choose_padding_value
 from flyte_ddp.core.samples.leaves import (
-    IGNORED_TOKEN,
     Leaves,
     convert_to_array,
     get_leaves_form,
@@ -21,7 +21,6 @@ from flyte_ddp.core.samples.leaves import (
 
 STACKED, PADDED = "stacked", "padded"  # values of the hyperparameter ``collate``
 SIDES = ("inputs", "targets")
-MASK = "mask"  # name of the leaf that says where a padded input has values
 
 Samples = Sequence[tuple[Leaves, Leaves]]
 Types = Mapping[tuple[str, str], np.dtype[Any]]  # by "inputs" or "targets", and the leaf's name
@@ -100,30 +99,3 @@ def check_conversion_is_exact(what: str, values: NDArray[Any], dtype: np.dtype[A
         found, known = {"f": "fractions"}.get(values.dtype.kind, "numbers"), {"b": "truth values"}.get(dtype.kind)
         problem = f"have {found}, but the first examined samples have {known or 'whole numbers'}"
         raise UserError(f"{what} {problem}; give all samples one type, such as np.float32(values)")
-
-
-def widen_type(values: Tensor) -> Tensor:
-    """Convert whole numbers to int64 and floats to fp32, and return the tensor. Truth values are not converted."""
-    if values.is_floating_point():
-        return values.float()
-    return values if values.dtype == torch.bool else values.long()
-
-
-def choose_padding_value(dtype_kind: str, kind: str) -> float | int | bool:
-    """Return the value that fills up the shorter samples of a padded leaf.
-
-    Inputs get 0. Targets get -100 (whole numbers) or NaN (floats), which objectives ignore, or False. ``dtype_kind`` is
-    the letter of NumPy's ``dtype.kind`` ("f", "i" or "b"), and ``kind`` is "inputs" or "targets".
-    """
-    return 0 if kind == "inputs" else {"b": False, "f": float("nan")}.get(dtype_kind, IGNORED_TOKEN)
-
-
-def add_mask(inputs: Leaves, mask: Tensor) -> Leaves:
-    """Return inputs with the mask as an additional leaf.
-
-    In a tuple, the mask is last. A single leaf becomes a tuple of leaf and mask. In a dict, the mask has the key
-    ``mask``. A dict that already has this key is returned without the mask.
-    """
-    if get_leaves_form(inputs) == "dict":
-        return {MASK: mask, **inputs}
-    return (*inputs, mask) if get_leaves_form(inputs) == "tuple" else (inputs, mask)
