@@ -15,7 +15,7 @@ from flyte_ddp.core.errors import CollectiveError, CollectiveTimeoutError, PeerG
 from flyte_ddp.core.launch.supervise.failure_report import Cause, FailureReport, classify_error, make_failure_report
 from flyte_ddp.core.launch.supervise.failures import find_first_failure
 from flyte_ddp.core.launch.supervise.link import Link
-from flyte_ddp.core.launch.supervise.messages import Save, Saved, Writing
+from flyte_ddp.core.launch.supervise.messages import Notice, Save, Saved
 from flyte_ddp.core.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.core.launch.supervise.stopping import StopRequest
 from flyte_ddp.core.launch.supervise.supervisor import await_checkpoint
@@ -103,7 +103,7 @@ def test_a_rank_that_writes_a_checkpoint_is_waited_for(writing: list[bool], expe
     ours, theirs = Pipe()
     leader = RankHandle(0, ours, "host")
     for begins in writing:
-        leader.handle_message(Writing(begins))
+        leader.handle_message(Notice.WRITING if begins else Notice.WRITTEN)
     with ThreadPoolExecutor(1) as pool:
         limits = {"seconds": 0.0, "most_seconds": 60.0}
         saved = pool.submit(await_checkpoint, [leader], StopRequest(), leader, Save(0.0), **limits)

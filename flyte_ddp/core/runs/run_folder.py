@@ -79,11 +79,12 @@ def remove_temporary_files(folder: Path, keep: str = "") -> None:
             path.unlink(missing_ok=True)
 
 
-def rewind_to_newest_checkpoint(output_folder: Path, identity: Identity) -> Checkpoint | None:
+def rewind_to_newest_checkpoint(output_folder: Path, identity: Identity, keep: str = "") -> Checkpoint | None:
     """Find a run's newest readable checkpoint, cut metrics.jsonl back to its step, and return the checkpoint.
 
-    The returned checkpoint has empty ``metrics``. Prints which other files are damaged. If no checkpoint exists,
-    empties metrics.jsonl, removes ``results/`` and returns None.
+    The returned checkpoint has empty ``metrics``. Prints which other files are damaged. Removes temporary files of
+    killed processes, except the file named ``keep``. If no checkpoint exists, empties metrics.jsonl, removes
+    ``results/`` and returns None.
 
     Raises:
         UserError: No existing checkpoint is readable, or the newest checkpoint is of another run. Nothing is changed.
@@ -99,6 +100,7 @@ def rewind_to_newest_checkpoint(output_folder: Path, identity: Identity) -> Chec
         if unreadable:
             print_to_stderr(f"checkpoint {reasons} cannot be used; using {found.path.name} of step {found.step:,}")
         checkpoint.check_same_run(found, identity)
+    remove_temporary_files(output_folder, keep)
     with replace_file(output_folder / METRICS) as file:
         file.write(found.metrics if found else b"")
     if found is None:

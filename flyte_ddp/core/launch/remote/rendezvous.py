@@ -26,7 +26,7 @@ from flyte_ddp.core.launch.supervise.restarts import Restarts
 from flyte_ddp.core.launch.supervise.stopping import StopRequest, catch_stop_signals, stop_error
 from flyte_ddp.core.launch.supervise.supervisor import end_ranks, supervise_ranks
 from flyte_ddp.core.runs.checkpoint import find_newest_step
-from flyte_ddp.core.runs.run_folder import remove_temporary_files, rewind_to_newest_checkpoint
+from flyte_ddp.core.runs.run_folder import rewind_to_newest_checkpoint
 from flyte_ddp.core.runs.work import Work
 from flyte_ddp.core.user_code.digest import package_digest
 
@@ -265,8 +265,7 @@ def rewind_work(work: Work, why: str, keep: str = "") -> Work:
     Raises:
         UserError: No existing checkpoint is readable, or the newest checkpoint is of another run.
     """
-    remove_temporary_files(work.output_folder, keep)
-    found = rewind_to_newest_checkpoint(work.output_folder, work.identity)
+    found = rewind_to_newest_checkpoint(work.output_folder, work.identity, keep)
     if work.settings.progress != "off":
         what = f"going on after step {found.step:,}" if found else "restarting from scratch"
         print_to_stderr(f"{why}; {what}")

@@ -45,13 +45,6 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Writing:
-    """A rank begins, or ends, writing a checkpoint."""
-
-    begins: bool
-
-
-@dataclass(frozen=True)
 class Stack:
     """An agent's answer to Notice.READ_STACK."""
 
@@ -79,6 +72,8 @@ class Notice(Enum):
     # From a rank:
     READY = auto()  # the rank waits for its work
     RESUMED = auto()  # rank 0 has resumed from a checkpoint after a restart
+    WRITING = auto()  # the rank begins writing a checkpoint
+    WRITTEN = auto()  # the rank has ended the writing, also after an error
     STOP = auto()  # the rank, or its agent, got SIGTERM
     COMPLETED = auto()  # the work is done
     # From an agent:
@@ -91,6 +86,6 @@ class Notice(Enum):
 
 ToRank = Assignment | StoreAddress | Save | Handover  # Handover: a request for a checkpoint in rank 0's place
 ToAgent = ToRank | FilePiece | RunOver | Notice
-FromRank = StoreAddress | Saved | Writing | FailureReport | ResultPiece | Event | Notice
+FromRank = StoreAddress | Saved | FailureReport | ResultPiece | Event | Notice
 FromAgent = FromRank | FilePiece | Stack | Exited
 Message = ToAgent | FromAgent

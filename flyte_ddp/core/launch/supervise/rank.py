@@ -16,7 +16,7 @@ from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-de
 
 from flyte_ddp.core import results
 from flyte_ddp.core.launch.supervise.link import Link, OfferSaving, RankInfo
-from flyte_ddp.core.launch.supervise.messages import Notice, StoreAddress, Writing
+from flyte_ddp.core.launch.supervise.messages import Notice, StoreAddress
 from flyte_ddp.core.launch.supervise.network import LOOPBACK
 from flyte_ddp.core.machine import waiting
 from flyte_ddp.core.machine.process import M_MMAP_MAX, M_TRIM_THRESHOLD, set_malloc_option
@@ -64,7 +64,7 @@ class Rank:
         The launcher then waits for the file.
         """
         if self.link is not None:
-            self.link.send(Writing(begins))
+            self.link.send(Notice.WRITING if begins else Notice.WRITTEN)
 
     def open_store(self) -> TCPStore:
         """Open and return the ranks' common store, also for torch's ``env://`` groups.

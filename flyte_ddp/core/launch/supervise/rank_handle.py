@@ -10,7 +10,7 @@ from typing import Any
 
 from flyte_ddp.core.launch.supervise.failure_report import FailureReport
 from flyte_ddp.core.launch.supervise.link import PipeEnd
-from flyte_ddp.core.launch.supervise.messages import Assignment, Message, Notice, Saved, Writing
+from flyte_ddp.core.launch.supervise.messages import Assignment, Message, Notice, Saved
 from flyte_ddp.core.launch.supervise.network import LOOPBACK
 from flyte_ddp.core.machine.process import count_out_of_memory_kills, request_stack
 
@@ -99,8 +99,10 @@ class RankHandle(PipeEnd):
                 self.completed = True
             case Saved(step):
                 self.answered, self.saved = True, step
-            case Writing(begins):
-                self.last_write = math.inf if begins else time.monotonic()
+            case Notice.WRITING:
+                self.last_write = math.inf
+            case Notice.WRITTEN:
+                self.last_write = time.monotonic()
             case Notice.RESUMED:
                 self.has_resumed = True
             case Notice.STOP:

@@ -7,7 +7,7 @@ from pathlib import Path
 from flyte_ddp.core.errors import OutOfMemoryError, RankError
 from flyte_ddp.core.launch.supervise.stopping import StopRequest, stop_error
 from flyte_ddp.core.runs import checkpoint
-from flyte_ddp.core.runs.run_folder import remove_temporary_files, rewind_to_newest_checkpoint
+from flyte_ddp.core.runs.run_folder import rewind_to_newest_checkpoint
 from flyte_ddp.core.runs.work import Restart, Work
 
 MEMORY_FIX = "give the ranks more memory, or reduce their memory use"
@@ -27,30 +27,22 @@ class Restarts:
     def rewind(self, work: Work, error: RankError, keep: str = "") -> Work:
         """Count a restart, set the run's folder back to the newest checkpoint, and return the work of the next start.
 
-        Removes temporary files of killed ranks, except the file named ``keep``. Without a checkpoint, also removes
+        If the checkpoint is later than the checkpoint of the last restart, the count begins again at 1. Removes
+        temporary files of killed ranks, except the file named ``keep``. Without a checkpoint, also removes
         ``results/``.
 
         Raises:
             UserError: No existing checkpoint is readable, or the newest checkpoint is of another run.
         """
-        remove_temporary_files(work.output_folder, keep)
-        found = rewind_to_newest_checkpoint(work.output_folder, work.identity)
-        self.count(error, found.step if found else 0)
-        return replace(work, checkpoint=found, restarts=self.without_progress)
-
-    def count(self, error: RankError, step: int) -> Restart:
-        """Count a restart from the checkpoint of this step, and return the restart.
-
-        If the step is later than the last restart's step, the count begins again at 1.
-        """
+        found = rewind_to_newest_checkpoint(work.output_folder, work.identity, keep)
+        step = found.step if found else 0
         if self.without_progress and step > self.without_progress[-1].step:
             self.without_progress = ()
         at = f" at step {error.step:,}" if error.step else ""
         number = len(self.without_progress) + 1
-        restart = Restart(f"{error.message}{at}", step, number, self.most, error.noticed)
-        self.without_progress += (restart,)
+        self.without_progress += (Restart(f"{error.message}{at}", step, number, self.most, error.noticed),)
         self.last_error = error
-        return restart
+        return replace(work, checkpoint=found, restarts=self.without_progress)
 
     def find_reason_to_end(self, output_folder: Path, error: RankError) -> RankError | None:
         """Return ``error``, with the reason, if the run must end. Return None if a restart may help.
