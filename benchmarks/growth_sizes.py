@@ -43,7 +43,7 @@ def predict(rows: int, classes: int) -> float:
     from PIL import Image
 
     from flyte_ddp.core.models.inputs import InputSpec
-    from flyte_ddp.core.models.saving import make_sidecar_input, save_model
+    from flyte_ddp.core.models.saving import save_model
     from flyte_ddp.core.models.sidecar import Digests, Sidecar
     from flyte_ddp.predict.predict import write_prediction_table
 
@@ -52,7 +52,7 @@ def predict(rows: int, classes: int) -> float:
     sidecar = Sidecar(
         model="benchmarks.growth_sizes:build_linear",
         classes=names,
-        input=make_sidecar_input(spec, ""),
+        input=spec.to_sidecar_input(),
         digests=Digests(weights=""),
     )
     state = {"1.weight": torch.randn(classes, SIDE * SIDE), "1.bias": torch.randn(classes)}

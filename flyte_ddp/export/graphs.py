@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from flyte_ddp.core.errors import install_hint
 from flyte_ddp.core.models import saving
-from flyte_ddp.core.models.inputs import InputSpec, compute_normalisation
+from flyte_ddp.core.models.inputs import compute_normalisation
 from flyte_ddp.core.models.sidecar import MIDDLE, ImageInput, Sidecar
 from flyte_ddp.core.samples.leaves import call_with_leaves, restore_leaves
 from flyte_ddp.objectives.segmentation import extract_mask_logits
@@ -121,8 +121,8 @@ class ServedImages(nn.Module):
 
     def __init__(self, model: nn.Module, sidecar: Sidecar) -> None:
         super().__init__()
-        spec = saving.make_input_spec(sidecar.input)
-        assert isinstance(spec, InputSpec) and isinstance(sidecar.input, ImageInput)  # noqa: PT018
+        assert isinstance(sidecar.input, ImageInput)
+        spec = saving.make_image_spec(sidecar.input)
         self.model, self.channels, self.height, self.width = model, spec.channels, spec.height, spec.width
         self.middle, self.share = sidecar.input.crop == MIDDLE, spec.crop_share
         scale, shift = compute_normalisation(spec, torch.device("cpu"), torch.float32)

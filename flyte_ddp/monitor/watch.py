@@ -1,6 +1,5 @@
 """Predicts a window of samples with the champion, and compares the window with the held-out samples."""
 
-import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.files import SIDECAR, WEIGHTS
-from flyte_ddp.core.models.inputs import InputSpec
 from flyte_ddp.core.objectives.objective import map_float_tensors
 from flyte_ddp.core.objectives.table_columns import describe_inputs, describe_samples
 from flyte_ddp.core.progress import Progress
@@ -135,7 +133,7 @@ class WatchedModel:
         """
         ratings, spec = rate_unusual_samples(self.reference, columns), self.model.spec
         first = usable[np.argsort(-ratings[usable], kind="stable")[:PICTURED]]
-        images = restore_images(inputs[first], spec) if isinstance(spec, InputSpec) else itertools.repeat(None)
+        images = restore_images(inputs, first, spec)
         predictions = describe_samples(columns, "prediction", len(ids))  # type: ignore[arg-type]
         scores = columns.get("confidence", [None] * len(ids))
         given = {name: values for name, values in columns.items() if name.startswith(ROW)}

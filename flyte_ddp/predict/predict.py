@@ -8,7 +8,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import compress, repeat
+from itertools import compress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.files import replace_file
-from flyte_ddp.core.models.inputs import InputSpec
+from flyte_ddp.core.models.inputs import InputSpec, ModelInput
 from flyte_ddp.core.objectives.objective import list_float_tensors, overrides
 from flyte_ddp.core.objectives.table_columns import (
     TableColumns,
@@ -230,7 +230,7 @@ class Predictor:
         spec, chosen = self.model.spec, np.arange(len(facts))[: PICTURES - len(self.pictures)]
         if self.ranking:
             chosen = np.argsort([-score for _, _, score in facts.values()], kind="stable")[:PICTURES]  # NaN last
-        images = restore_images(batch.inputs[chosen], spec) if isinstance(spec, InputSpec) else repeat(None)
+        images = restore_images(batch.inputs, chosen, spec)
         columns = self.model.sidecar.preprocessing.get("columns", {})
         inputs = list_inputs(batch.inputs, columns, batch.rows)
         places = [*facts]
@@ -280,13 +280,18 @@ def print_samples_without_prediction(progress: Progress, undefined: Sequence[str
         progress.print_note(f"no prediction for {len(bad.names):,} image(s), which cannot be decoded: {listed}")
 
 
-def restore_images(inputs: Tensor, spec: InputSpec) -> Iterator[NDArray[np.uint8]]:
-    """Yield the images, uint8 [H, W, C] on the CPU, from which a model's inputs [n, C, H, W] were made.
+def restore_images(
+    inputs: Leaves, places: NDArray[np.int64] | list[int], spec: ModelInput
+) -> Iterator[NDArray[np.uint8] | None]:
+    """Yield the images, uint8 [H, W, C] on the CPU, from which the model's inputs at ``places`` were made.
 
-    The normalisation is undone, but not the resizing.
+    The normalisation is undone, but not the resizing. For inputs that are no images, yields None.
     """
+    if not isinstance(spec, InputSpec):
+        yield from [None] * len(places)
+        return
     mean, std = (torch.tensor(values, device=inputs.device).view(-1, 1, 1) for values in (spec.mean, spec.std))
-    for image in inputs:
+    for image in inputs[places]:
         values = (image.float() * std + mean).clamp(0, 1).mul(255).round().byte()
         yield values.permute(1, 2, 0).cpu().numpy()
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.core.models.inputs import InputSpec
 from flyte_ddp.core.objectives.table_columns import describe_inputs, list_inputs
 from flyte_ddp.core.text.formatting import format_measure, format_sentence, format_value, name_measure
 from flyte_ddp.core.text.sections import Curve
@@ -144,11 +143,9 @@ def read_test_samples(
                 break
             samples = sum(batch.decoded)
             places = [place for place in range(start, start + samples) if place in wanted]
-            if isinstance(model.spec, InputSpec):
-                images = restore_images(batch.inputs[[place - start for place in places]], model.spec)
-                found |= {place: (image, {}) for place, image in zip(places, images, strict=True)}
-            else:
-                values = list_inputs(batch.inputs, columns, batch.rows)
-                found |= {place: (None, describe_inputs(values, place - start)) for place in places}
+            values = list_inputs(batch.inputs, columns, batch.rows)
+            images = restore_images(batch.inputs, [place - start for place in places], model.spec)
+            for place, image in zip(places, images, strict=True):
+                found[place] = image, describe_inputs(values, place - start)
             start += samples
     return found

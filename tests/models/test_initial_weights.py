@@ -240,7 +240,7 @@ def test_a_run_says_what_did_not_start_from_the_file(digits: Path, tmp_path: Pat
     sidecars = [json.loads(run.sidecar.read_text()) for run in (first, result)]
     assert ["init_from" in each["digests"] for each in sidecars] == [False, True]
     takes = read_sidecar(first.sidecar).input
-    assert takes == saving.make_sidecar_input(saving.make_input_spec(takes), "")
+    assert takes == saving.make_input_spec(takes).to_sidecar_input()
     assert sidecars[0]["input"]["mode"] == "L"
     after = torch.load(result.model, weights_only=True)
     for name, value in before.items():

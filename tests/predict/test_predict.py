@@ -179,7 +179,7 @@ def test_outside_this_package_ten_lines_prepare_an_image(kind: str, photos, tmp_
     spec = replace(spec, crop_share=224 / 232)  # not the usual 7/8
     saved = save(tmp_path / "model", spec)
     sidecar = json.loads(saved[1].read_text())
-    sidecar["input"] = saving.make_sidecar_input(spec, crop).to_json_value()
+    sidecar["input"] = spec.to_sidecar_input(crop).to_json_value()
     saved[1].write_text(json.dumps(sidecar))
     rows = predict(saved, images=photos[0].parent)
     [code] = re.findall(r"```python\n(import json\n.*?)```", (ROOT / "docs/model.md").read_text(), re.DOTALL)

@@ -13,8 +13,9 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from flyte_ddp.core.errors import UserError
-from flyte_ddp.core.models.sidecar import EVALUATION_SHARE, Leaf, LeavesInput
+from flyte_ddp.core.models.sidecar import EVALUATION_SHARE, MIDDLE, ImageInput, Leaf, LeavesInput
 from flyte_ddp.core.samples.leaves import Leaves, call_with_leaves, describe_form, name_leaves, restore_leaves
+from flyte_ddp.core.samples.pictures import BACKGROUND
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class InputSpec:
     std: tuple[float, ...]
     crop_share: float = EVALUATION_SHARE  # side of the middle square for evaluations / shorter side of an encoded image
     pictures: ClassVar[bool] = True
+    form: ClassVar[str] = "images"
+    leaves: ClassVar[tuple[tuple[str, "LeafSpec"], ...]] = ()
 
     def shapes(self) -> tuple[int, int, int]:
         return self.channels, self.height, self.width
@@ -38,6 +41,28 @@ class InputSpec:
 
     def describe(self) -> str:
         return f"images of {self.channels} channels"
+
+    def can_be_mixed(self) -> bool:
+        return True
+
+    def to_sidecar_input(self, crop: str = "") -> ImageInput:
+        """Return the entry ``input`` of ``model.json``: the model's input, and how other programs prepare an image.
+
+        ``crop`` is "middle" if the model was evaluated on the middle square of images, else "".
+        """
+        middle = crop == MIDDLE
+        return ImageInput(
+            channels=self.channels,
+            height=self.height,
+            width=self.width,
+            mean=[*self.mean],
+            std=[*self.std],
+            crop=crop,
+            background=[*BACKGROUND],
+            mode={1: "L", 3: "RGB"}.get(self.channels, ""),
+            crop_share=self.crop_share if middle else None,
+            resize_dtype="uint8" if middle else "float32",
+        )
 
 
 class LeafSpec(NamedTuple):
@@ -64,19 +89,19 @@ class LeavesSpec:
 
         Names, order, types and dimensions must be equal. A size of None fits all sizes.
         """
-        if isinstance(found, InputSpec) or (self.form, [name for name, _ in self.leaves]) != (
-            found.form,
-            [name for name, _ in found.leaves],
-        ):
+        if self.form != found.form or len(self.leaves) != len(found.leaves):
             return False
-        pairs = [(own, other) for (_, own), (_, other) in zip(self.leaves, found.leaves, strict=True)]
         return all(
-            (own.dtype, len(own.shape)) == (other.dtype, len(other.shape))
+            (name, own.dtype, len(own.shape)) == (other_name, other.dtype, len(other.shape))
             and all(a == b or None in (a, b) for a, b in zip(own.shape, other.shape, strict=True))
-            for own, other in pairs
+            for (name, own), (other_name, other) in zip(self.leaves, found.leaves, strict=True)
         )
 
-    def reorder_leaves_like(self, other: "LeavesSpec") -> "LeavesSpec":
+    def can_be_mixed(self) -> bool:
+        """Return whether all leaves are floats of one shape."""
+        return all(leaf.dtype == "float" and None not in leaf.shape for _, leaf in self.leaves)
+
+    def reorder_leaves_like(self, other: "ModelInput") -> "LeavesSpec":
         """Return this spec with its leaves in the order of ``other``. If the names differ, returns this spec."""
         own, names = dict(self.leaves), [name for name, _ in other.leaves]
         return LeavesSpec(self.form, tuple((name, own[name]) for name in names)) if own.keys() == {*names} else self
@@ -84,7 +109,7 @@ class LeavesSpec:
     def describe(self) -> str:
         return self.to_sidecar_input().describe()
 
-    def to_sidecar_input(self) -> LeavesInput:
+    def to_sidecar_input(self, crop: str = "") -> LeavesInput:  # noqa: ARG002  # only images are cropped
         return LeavesInput(self.form, {name: Leaf([*leaf.shape], leaf.dtype) for name, leaf in self.leaves})
 
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.files import SIDECAR, WEIGHTS, HashingFile, explain_write_errors, replace_file, sync
 from flyte_ddp.core.models.inputs import InputSpec, LeafSpec, LeavesSpec, ModelInput
-from flyte_ddp.core.models.sidecar import EVALUATION_SHARE, FIX, MIDDLE, ImageInput, LeavesInput, Sidecar
-from flyte_ddp.core.samples.pictures import BACKGROUND
+from flyte_ddp.core.models.sidecar import EVALUATION_SHARE, FIX, ImageInput, LeavesInput, Sidecar
 
 
 def save_model(folder: Path, state_dict: dict[str, Tensor], sidecar: Sidecar) -> tuple[Path, Path]:
@@ -66,39 +65,26 @@ def load_weights(model: nn.Module, model_path: Path, sidecar: Sidecar) -> None:
         ) from error
 
 
-def make_sidecar_input(spec: ModelInput, crop: str) -> ImageInput | LeavesInput:
-    """Return the entry ``input`` of ``model.json``: the model's input, and how other programs prepare an image.
-
-    ``crop`` is "middle" if the model was evaluated on the middle square of images, else "".
-    """
-    if isinstance(spec, LeavesSpec):
-        return spec.to_sidecar_input()
-    middle = crop == MIDDLE
-    return ImageInput(
-        channels=spec.channels,
-        height=spec.height,
-        width=spec.width,
-        mean=[*spec.mean],
-        std=[*spec.std],
-        crop=crop,
-        background=[*BACKGROUND],
-        mode={1: "L", 3: "RGB"}.get(spec.channels, ""),
-        crop_share=spec.crop_share if middle else None,
-        resize_dtype="uint8" if middle else "float32",
-    )
-
-
 def make_input_spec(described: ImageInput | LeavesInput) -> ModelInput:
     """Return the model's input that the entry ``input`` of ``model.json`` describes.
+
+    Raises:
+        UserError: Mean and std do not fit the channels, or ``crop_share`` is out of range.
+    """
+    if isinstance(described, ImageInput):
+        return make_image_spec(described)
+    leaves = ((name, LeafSpec((*leaf.shape,), leaf.dtype)) for name, leaf in described.leaves.items())
+    return LeavesSpec(described.form, (*leaves,))
+
+
+def make_image_spec(described: ImageInput) -> InputSpec:
+    """Return a model's input of images that the entry ``input`` of ``model.json`` describes.
 
     If ``crop_share`` is missing, 224 / 256 is assumed.
 
     Raises:
         UserError: Mean and std do not fit the channels, or ``crop_share`` is out of range.
     """
-    if isinstance(described, LeavesInput):
-        leaves = ((name, LeafSpec((*leaf.shape,), leaf.dtype)) for name, leaf in described.leaves.items())
-        return LeavesSpec(described.form, (*leaves,))
     share, mean, std = described.crop_share or EVALUATION_SHARE, described.mean, described.std
     if not len(mean) == len(std) == described.channels or min(std) <= 0 or not 0 < share <= 1:
         raise UserError(

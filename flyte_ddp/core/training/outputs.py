@@ -193,7 +193,7 @@ def make_sidecar(state: TrainingState, identity: Identity, history: list[float])
         class_weights=None if weights is None else weights.tolist(),
         threshold=state.selection.test.threshold,
         options=plan.options,
-        input=saving.make_sidecar_input(state.spec, data.crop),
+        input=state.spec.to_sidecar_input(data.crop),
         hyperparameters=plan.hyperparameters.to_dict(),
         metrics=Metrics(
             test=replace_non_finite(state.selection.test.measures),

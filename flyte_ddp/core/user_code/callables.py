@@ -10,7 +10,7 @@ from typing import Any
 
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.user_code.modules import check_callable_is_allowed, check_module_is_allowed
-from flyte_ddp.core.user_code.stored import StoredSpec, import_stored_module
+from flyte_ddp.core.user_code.stored import find_sources, import_stored_module
 
 NAME = r"[^\W\d]\w*"
 SPEC = re.compile(rf"({NAME}(?:\.{NAME})*):({NAME})")
@@ -30,8 +30,8 @@ def load_callable(spec: str) -> Callable[..., Any]:
     module_name, attribute = split_spec(spec)
     add_working_directory_to_path()
     try:
-        if isinstance(spec, StoredSpec):
-            module = import_stored_module(spec.sources, module_name)
+        if (sources := find_sources(spec)) is not None:
+            module = import_stored_module(sources, module_name)
         else:
             check_module_is_allowed(spec, module_name)
             module = importlib.import_module(module_name)
@@ -50,7 +50,7 @@ def load_callable(spec: str) -> Callable[..., Any]:
         ) from None
     if not callable(found):
         raise UserError(f"{spec!r}: is a {type(found).__name__}, not callable; name a function or class")
-    if not isinstance(spec, StoredSpec):
+    if sources is None:
         check_callable_is_allowed(spec, module_name, found)
     return found  # type: ignore[no-any-return]
 

@@ -33,6 +33,12 @@ class StoredSpec(str):
         return self
 
 
+def find_sources(spec: str) -> Mapping[str, str] | None:
+    """Return the sources of a StoredSpec, or None for a name whose module is imported as usual."""
+    sources: Mapping[str, str] | None = getattr(spec, "sources", None)
+    return sources
+
+
 def import_stored_module(sources: Mapping[str, str], name: str) -> ModuleType:
     """Import the module ``name`` from ``sources`` (texts by relative path), beside today's module of this name.
 
