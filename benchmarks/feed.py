@@ -25,7 +25,7 @@ from flyte_ddp.core.order.sampling import ListedOrder
 from flyte_ddp.core.settings import Settings
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.datasets.encoded import opening
-from flyte_ddp.datasets.prepared import order_and_open_splits
+from flyte_ddp.plans.opened_data import OpenedData
 from flyte_ddp.plans.resolve import detect_hardware
 
 OPERATIONS, BATCH, SIDE = 500, 2, 64  # so that one core decodes a batch in less than a step
@@ -90,7 +90,7 @@ def open_training(side: str, order: dict[str, Any]) -> Split:
     opening.start_pool = lambda loaders, *_: POOLS[side](loaders)  # as start_pool chooses by the device
     settings = Settings(progress="off", cache_folder=folder / "cache")
     data, hardware = open_prepared(prepared), detect_hardware(hp)
-    return order_and_open_splits(data, hp, hardware, torch.device("cpu"), settings).training
+    return OpenedData(hp, data).open_splits(hardware, torch.device("cpu"), settings).training
 
 
 def train_epoch(split: Split, model: nn.Module, optimizer: torch.optim.Optimizer, epoch: int) -> float:

@@ -34,7 +34,7 @@ from flyte_ddp.core.settings import Settings
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.datasets.encoded import cropping
 from flyte_ddp.datasets.encoded.decoding import decode_image
-from flyte_ddp.datasets.prepared import order_and_open_splits
+from flyte_ddp.plans.opened_data import OpenedData
 from flyte_ddp.plans.resolve import detect_hardware
 
 SIZE, WORKERS = 224, 2
@@ -101,7 +101,7 @@ def ours(order: dict[str, Any], folder: Path, *, normalise: bool = True) -> Epoc
     )
     prepared = fetch(hp.dataset, "", folder / "prepared", test_dataset=hp.test_dataset, progress="off")
     settings = Settings(progress="off", cache_folder=folder / "cache", loaders=WORKERS)
-    splits = order_and_open_splits(open_prepared(prepared), hp, detect_hardware(hp), torch.device("cpu"), settings)
+    splits = OpenedData(hp, open_prepared(prepared)).open_splits(detect_hardware(hp), torch.device("cpu"), settings)
     training: Split = splits.training
 
     def epoch(number: int) -> Iterator[Tensor]:

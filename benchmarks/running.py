@@ -17,8 +17,7 @@ from typing import Any
 from flyte_ddp.core.machine.process import list_living_trees
 from flyte_ddp.core.text.json_lines import read_records
 from flyte_ddp.datasets import fetch
-from flyte_ddp.datasets.prepared_folder import write_prepared_set
-from flyte_ddp.datasets.prepared_set import PreparedSet
+from flyte_ddp.datasets.prepared_set import PreparedSet, write_prepared_set
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_SECONDS = 900.0  # for one run; a hang ends as a failure of its benchmark

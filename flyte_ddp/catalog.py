@@ -13,9 +13,28 @@ from flyte_ddp.core.errors import UserError, unknown_name_error
 
 # Each data set with the side of its square images, in pixels.
 DATASETS: dict[str, int] = {"digits": 8, "mnist": 28, "fashion_mnist": 28, "cifar10": 32}
-# Other forms of a data set's name.
-DATASET_FORMS = ("shards:ADDRESS", "stream:ADDRESS", "image_folder:ADDRESS", "package.module:callable")
-ENCODED_KINDS = ("shards", "stream", "image_folder")  # images stay encoded (JPEG, PNG) until a batch needs them
+
+
+@dataclass(frozen=True)
+class DataKind:
+    """A kind of prepared data sets. A new kind is a subclass of PreparedSet in a new file, and an entry in KINDS."""
+
+    set_class: str  # ``package.module:Class``, imported at first use
+    prefix: str = ""  # before the address in the name of a data set; "" if user code or a published set gives the data
+    key: str = ""  # in ``dataset.json``, by which a set without an address is recognised
+    encoded: bool = False  # whether images stay encoded (JPEG, PNG) until a batch needs them
+
+
+KINDS = (
+    DataKind("flyte_ddp.datasets.sample_arrays:SampleArrays", key="leaves"),
+    DataKind("flyte_ddp.datasets.on_demand_set:OnDemandSet", key="on_demand"),
+    DataKind("flyte_ddp.datasets.encoded.shard_set:ShardSet", "shards", encoded=True),
+    DataKind("flyte_ddp.datasets.encoded.shard_set:StreamSet", "stream", encoded=True),
+    DataKind("flyte_ddp.datasets.encoded.image_folder:ImageFolderSet", "image_folder", encoded=True),
+)
+NO_ADDRESS = DataKind("")
+WITH_ADDRESS = {kind.prefix: kind for kind in KINDS if kind.prefix}
+DATASET_NAMES = (*DATASETS, *(f"{prefix}:ADDRESS" for prefix in WITH_ADDRESS), "package.module:callable")
 ENCODED_SIDE = 224  # pixels: side of the squares that encoded images are resized to when image_size is 0
 # Extensions of image files, and of images in shards: the formats that Pillow reads without other packages.
 IMAGES = (
@@ -100,6 +119,12 @@ class PretrainedWeights:
     def digest_start(self) -> str:
         """First digits (8 or more, hex) of the file's SHA-256, read from the end of the file's name."""
         return self.file.removesuffix(".pth").rpartition("-")[2]
+
+
+def find_kind(dataset: str) -> DataKind:
+    """Return the kind of a data set such as ``shards:ADDRESS``. Returns NO_ADDRESS for other names."""
+    prefix, _, address = dataset.partition(":")
+    return WITH_ADDRESS.get(prefix, NO_ADDRESS) if address else NO_ADDRESS
 
 
 def check_image_size(model: str, height: int, width: int) -> None:

@@ -61,7 +61,7 @@ def validate_dataset(
     # A registry that cannot be written to, or whose log has a gap, must be rejected before training.
     registry.check_storage_never_overwrites()
     history = registry.read_log()
-    warnings = [HELD_OUT] if hp.encoded_kind and not hp.test_dataset else []
+    warnings = [HELD_OUT] if hp.data_kind.prefix and not hp.test_dataset else []
     found: list[Difference] = []
     try:
         champions = read_data_profile(registry, history[-1]) if history else None

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from flyte_ddp import catalog, datasets
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.models.inputs import InputSpec, prepare_inputs
+from flyte_ddp.datasets.prepared_set import PreparedSet
 from flyte_ddp.models import zoo
 from flyte_ddp.objectives import BUILT_IN
 
@@ -66,6 +68,14 @@ def test_the_names_are_torchvisions_and_the_librarys() -> None:
             Hyperparameters(model=model)
     for model in CLASSIFIERS:
         assert Hyperparameters(model=model).model == model
+
+
+def test_the_classes_and_modules_of_all_kinds_of_data_sets_exist() -> None:
+    for kind in catalog.KINDS:
+        found = resolve_name(kind.set_class)
+        assert issubclass(found, PreparedSet)
+        for function in ("open_splits", "open_test_split", "iterate_test_images"):
+            assert callable(resolve_name(f"{found.opening}:{function}"))
 
 
 def test_the_tables_have_all_objectives() -> None:

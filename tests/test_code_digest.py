@@ -13,7 +13,7 @@ from flyte_ddp.core.user_code.digest import DECIDING, library_digest, list_pytho
 LIBRARY = ROOT / "flyte_ddp"
 DECIDES_NOTHING = {  # files that are imported by those that decide
     "core/checks/fields config/__init__ config/checks": "values of hyperparameters are in the key themselves",
-    "core/checks/arrays core/checks/forms core/checks/parsing core/checks/records": "which files and JSON are refused",
+    "core/checks/arrays core/checks/parsing core/checks/records": "which files and JSON are refused",
     "core/settings": "what does not change a run's result",
     "core/errors core/machine/clock core/progress core/results": "what is told, and how",
     "core/text/formatting core/text/json_lines core/text/sections core/text/credentials": "what is told, and how",

@@ -1,4 +1,4 @@
-"""Forms of JSON values: what has one, and the first part that has not; JSON and arrays that harm."""
+"""Records of JSON values, and the first part that does not fit; JSON and arrays that harm."""
 
 import io
 import json
@@ -11,57 +11,9 @@ import numpy as np
 import pytest
 
 from flyte_ddp.core.checks.arrays import DamagedArraysError, map_array_file, read_arrays
-from flyte_ddp.core.checks.forms import COUNT, check_form
 from flyte_ddp.core.checks.parsing import MisreadError, parse_json
 from flyte_ddp.core.checks.records import JsonRecord
 from flyte_ddp.core.errors import UserError
-
-FORM = {
-    "name": str,
-    "sizes": [range(1, 9)],
-    "kind?": {"a", "b"},
-    "more?": {str: (float, None)},
-    "on?": bool,
-    "any?": {},
-}
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        {"name": "x", "sizes": []},
-        {"name": "x", "sizes": [1, 8], "kind": "a", "more": {"y": 1, "z": None}, "on": True, "any": {}, "further": []},
-    ],
-)
-def test_values_of_a_form(value: Any) -> None:
-    check_form(value, FORM, "file")
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"name": None}, "file: name=None: must be text"),
-        ({"sizes": [1, 9]}, r"file: sizes\[1\]=9: must be a whole number from 1 to 8"),
-        ({"sizes": [True]}, r"file: sizes\[0\]=True: must be a whole number"),
-        ({"sizes": {}}, "file: sizes={}: must be a list"),
-        ({"kind": "c"}, "file: kind='c': must be one of a, b"),
-        ({"more": {"y": "1"}}, "file: more.y='1': must be null"),
-        ({"more": {"y": float("nan")}}, "file: more.y=nan: must be"),
-        ({"more": {"y": 10**400}}, "file: more.y=1000.*: must be"),
-        ({"on": 1}, "file: on=1: must be true or false"),
-        ({"any": []}, r"file: any=\[\]: must be an object"),
-    ],
-)
-def test_the_first_part_that_does_not_fit_is_named(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=f"^{said}"):
-        check_form({"name": "x", "sizes": [1]} | change, FORM, "file")
-
-
-@pytest.mark.parametrize(("value", "said"), [(None, "all=None: must be an object"), ({"name": ""}, "sizes is missing")])
-def test_what_is_no_such_object(value: Any, said: str) -> None:
-    with pytest.raises(UserError, match=f"^file: {said}"):
-        check_form(value, FORM, "file")
-    check_form(3, (None, COUNT), "file")
 
 
 @pytest.mark.parametrize("levels", [65, 20_000])
@@ -104,6 +56,7 @@ class Whole(JsonRecord):
     either: Part | float | None = None
     numbers: Mapping[str, float | None] = field(default_factory=dict, metadata={"prefix": "n_"})
     flag: bool = False
+    anything: Mapping[str, Any] = field(default_factory=dict)
 
 
 WHOLE = {"kind": "whole", "name": "a", "parts": [{"size": 1}], "either": {"size": 8}, "n_x": 1.5, "n_y": None}
@@ -126,8 +79,19 @@ def test_a_record_is_read_and_written() -> None:
         ({"either": "x"}, "either='x': must be a finite number"),
         ({"n_x": "1"}, "n_x='1': must be a finite number"),
         ({"flag": 1}, "flag=1: must be true or false"),
+        ({"parts": [{"size": True}]}, r"parts\[0\].size=True: must be a whole number"),
+        ({"n_x": float("nan")}, "n_x=nan: must be a finite number"),
+        ({"n_x": 10**400}, "n_x=1000.*: must be a finite number"),
+        ({"anything": []}, r"anything=\[\]: must be an object"),
     ],
 )
 def test_the_first_misfit_of_a_record_is_named(change: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=f"^file: {said}"):
         Whole.from_json_value({**WHOLE, **change}, "file")
+
+
+def test_what_is_no_object_is_no_record() -> None:
+    with pytest.raises(UserError, match=r"^file: all=None: must be an object"):
+        Whole.from_json_value(None, "file")
+    with pytest.raises(UserError, match=r"^file: name is missing"):
+        Whole.from_json_value({}, "file")

@@ -28,8 +28,9 @@ from flyte_ddp.core.models import saving
 from flyte_ddp.core.models.inputs import InputSpec
 from flyte_ddp.core.models.sidecar import Metrics, Sidecar
 from flyte_ddp.core.runs import checkpoint
-from flyte_ddp.datasets import prepared_folder
 from flyte_ddp.datasets.prepared import open_prepared
+from flyte_ddp.datasets.prepared_folder import DESCRIPTION
+from flyte_ddp.datasets.prepared_set import write_prepared_set
 from flyte_ddp.models import artifacts, zoo
 from flyte_ddp.models.preprocessing import pack_preprocessing
 from flyte_ddp.predict.new_rows import load_preprocessing
@@ -186,10 +187,10 @@ def pack(named: dict[str, Any]) -> bytes:
 def prepared_data(folder: Path) -> Target:
     numbers = np.arange(40, dtype=np.float32).reshape(10, 4)
     made = arrays((numbers, np.arange(10) % 2), (numbers[:4], np.arange(4) % 2), name="numbers")
-    prepared_folder.write_prepared_set(made, folder, {"data_source": ""})
+    write_prepared_set(made, folder, {"data_source": ""})
     open_prepared(folder)  # which writes verified.json
     good = {path: path.read_bytes() for path in folder.iterdir()}
-    described = folder / prepared_folder.DESCRIPTION
+    described = folder / DESCRIPTION
 
     def case(chance: random.Random) -> None:
         for path, content in good.items():
@@ -264,7 +265,7 @@ def model_pt(folder: Path) -> Target:
 
 
 def preprocessing(folder: Path) -> Target:
-    packed = pack_preprocessing({"mean": 1.0}, prepare_rows, {"": ["a"]})
+    packed = pack_preprocessing({"mean": 1.0}, prepare_rows, {"": ["a"]}).to_json_value()
     content = base64.b64decode(packed["pickle"])
 
     def case(chance: random.Random) -> None:

@@ -318,10 +318,9 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
             raise UserError(contradiction)
 
     @property
-    def encoded_kind(self) -> str:
-        """Return the kind of encoded images ("shards", "stream" or "image_folder"), or "" for other data sets."""
-        kind, _, address = self.dataset.partition(":")
-        return kind if kind in catalog.ENCODED_KINDS and address else ""
+    def data_kind(self) -> catalog.DataKind:
+        """Return the kind of a data set with an address, or NO_ADDRESS for other data sets."""
+        return catalog.find_kind(self.dataset)
 
     def list_user_callables(self, *skipped_fields: str) -> tuple[str, ...]:
         """Return the user-defined ``package.module:callable`` that the fields and ``options`` name, each once.
@@ -329,7 +328,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         Fields in ``skipped_fields`` are skipped.
         """
         fields = [field.name for field in dataclasses.fields(self) if field.metadata["own"]]
-        skipped_fields = (*skipped_fields, *["dataset"] * bool(self.encoded_kind))
+        skipped_fields = (*skipped_fields, *["dataset"] * bool(self.data_kind.prefix))
         values: list[str] = [getattr(self, name) for name in fields if name not in skipped_fields]
         if (option := catalog.CODE_OPTIONS.get(self.objective)) and "objective" not in skipped_fields:
             values.append(str(self.parse_options().get("objective", {}).get(option, "")))

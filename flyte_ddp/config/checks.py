@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 def check_dataset_names(hp: Hyperparameters) -> None:
     """Raise UserError if ``dataset`` is unknown, or ``test_dataset`` is of another kind than ``dataset``."""
     if ":" not in hp.dataset and hp.dataset not in catalog.DATASETS:
-        raise unknown_name_error("dataset", hp.dataset, [*catalog.DATASETS, *catalog.DATASET_FORMS])
-    if hp.dataset in [f"{kind}:" for kind in catalog.ENCODED_KINDS]:
+        raise unknown_name_error("dataset", hp.dataset, catalog.DATASET_NAMES)
+    if hp.dataset in [f"{prefix}:" for prefix in catalog.WITH_ADDRESS]:
         raise UserError(f"dataset={hp.dataset!r}: must name an address, such as {hp.dataset}s3://bucket/folder")
-    kind, (test_kind, _, test_address) = hp.encoded_kind, hp.test_dataset.partition(":")
-    fitting = kind.replace("stream", "shards")
-    if hp.test_dataset and not (kind and test_kind == fitting and test_address):
-        must = f"{fitting}:ADDRESS for {kind}:" if kind else "left empty"
+    prefix = hp.data_kind.prefix
+    fitting = prefix.replace("stream", "shards")
+    if hp.test_dataset and not (prefix and catalog.find_kind(hp.test_dataset).prefix == fitting):
+        must = f"{fitting}:ADDRESS for {prefix}:" if prefix else "left empty"
         raise UserError(
             f"test_dataset={hp.test_dataset!r}: must be {must}; data sets other than shards, streams and image "
             "folders contain a test set"
@@ -87,23 +87,23 @@ def check_no_torch_callables(hp: Hyperparameters) -> None:
 
 def list_loading_errors(hp: Hyperparameters) -> Iterator[str]:
     """Yield an error message for each hyperparameter of data loading that does not fit the kind of data set."""
-    kind = hp.encoded_kind
+    prefix, encoded = hp.data_kind.prefix, hp.data_kind.encoded
     unfit = f"not supported for dataset={short_repr(hp.dataset)}"
-    if hp.augment in (("crop", "crop_flip") if kind else ("resized_crop",)):
-        fitting = "none or resized_crop" if kind else "none, crop or crop_flip"
+    if hp.augment in (("crop", "crop_flip") if encoded else ("resized_crop",)):
+        fitting = "none or resized_crop" if encoded else "none, crop or crop_flip"
         yield f"augment={hp.augment!r}: {unfit}; choose {fitting}"
-    if ":" in hp.augment and kind == "stream":
+    if ":" in hp.augment and prefix == "stream":
         yield f"augment={hp.augment!r}: not supported for a stream, which has no fixed order; use shards:ADDRESS"
     if hp.sample and ":" not in hp.sample:
         yield f"sample={hp.sample!r}: must have the form {OWN_CODE}"
-    if hp.sample and kind not in ("shards", "image_folder"):
+    if hp.sample and prefix not in ("shards", "image_folder"):
         yield f"sample={hp.sample!r}: {unfit}; use shards:ADDRESS or image_folder:ADDRESS, or remove sample"
-    if hp.collate != "stacked" and (kind or hp.dataset in catalog.DATASETS):
+    if hp.collate != "stacked" and (encoded or hp.dataset in catalog.DATASETS):
         yield f"collate={hp.collate!r}: {unfit}, whose images all have one size; remove collate"
-    if hp.sampling != "shuffled" and kind in ("shards", "stream"):
+    if hp.sampling != "shuffled" and prefix in ("shards", "stream"):
         fix = "set weights of the index's parts (python -m flyte_ddp.shards join), or use shuffled"
         yield f"sampling={hp.sampling!r}: {unfit}; {fix}"
-    if hp.mixup and kind == "stream":
+    if hp.mixup and prefix == "stream":
         yield f"mixup={hp.mixup:g}: mixup needs random access, and a stream reads each image once; set mixup=0"
 
 

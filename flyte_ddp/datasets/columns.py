@@ -168,9 +168,13 @@ def find_bad_rows(values: NDArray[Any], given: Any, ends: NDArray[np.int64] | No
     found = dict[int, str]()
     for at in np.argwhere(~np.isfinite(values)).tolist():
         row = at[0] if ends is None else int(np.searchsorted(ends, at[0], side="right"))
-        column = f"{name_column(given, at[1])} is " if len(at) == 2 and ends is None else ""
-        found.setdefault(row, f"{column}{values[*at]}")
+        found.setdefault(row, describe_number(values, at, given, ends))
     return found
+
+
+def describe_number(values: NDArray[Any], at: list[int], given: Any, ends: NDArray[np.int64] | None) -> str:
+    column = f"{name_column(given, at[1])} is " if len(at) == 2 and ends is None else ""
+    return f"{column}{values[*at]}"
 
 
 def require_finite(
@@ -185,13 +189,15 @@ def require_finite(
         ids: The id of each sample, for the error.
         ends: The end of each sample in ``values`` if the samples are ragged.
     """
-    if (found := find_non_finite(values, ends)) is None:
-        return
-    row, at = found
-    column = f", {name_column(given, at[1])}," if len(at) == 2 and ends is None else ""
+    if (found := find_non_finite(values, ends)) is not None:
+        row, at = found
+        raise bad_row_error(name, row, describe_number(values, at, given, ends), ids)
+
+
+def bad_row_error(name: str, row: int, reason: str, ids: NDArray[np.str_] | None) -> UserError:
     called = "" if ids is None else f" (id {str(ids[row])!r})"
     fix = "replace missing or infinite values, for example with scikit-learn's SimpleImputer, or remove the row"
-    raise UserError(f"{name}: row {row}{called}{column} is {values[*at]}; {fix}")
+    return UserError(f"{name}: row {row}{called}: {reason}; {fix}")
 
 
 def list_columns(inputs: Any) -> dict[str, list[str]]:

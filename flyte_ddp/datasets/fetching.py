@@ -5,33 +5,33 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pkgutil import resolve_name
 
-from flyte_ddp.catalog import DATASET_FORMS
+from flyte_ddp.catalog import DATASET_NAMES, find_kind
 from flyte_ddp.core.errors import UserError, print_to_stderr, unknown_name_error
 from flyte_ddp.core.files import DISK_FULL
 from flyte_ddp.core.progress import MODES, Progress
 from flyte_ddp.datasets.custom import CustomSet
-from flyte_ddp.datasets.encoded.kinds import EncodedSource, find_encoded_class
 from flyte_ddp.datasets.prepared import open_prepared
-from flyte_ddp.datasets.prepared_folder import DESCRIPTION, VERIFIED, read_description, write_prepared_set
-from flyte_ddp.datasets.published import DATASETS, PublishedSet
+from flyte_ddp.datasets.prepared_folder import DESCRIPTION, VERIFIED, read_description
+from flyte_ddp.datasets.prepared_set import Definition, write_prepared_set
+from flyte_ddp.datasets.published import DATASETS
 
 
-def find_dataset(
-    dataset: str, source: str, test_dataset: str = "", sample: str = ""
-) -> PublishedSet | CustomSet | EncodedSource:
+def find_dataset(dataset: str, source: str, test_dataset: str = "", sample: str = "") -> Definition:
     """Return the definition of a data set. User code is not imported.
 
     Raises:
         UserError: The name is unknown. Also if encoded images have a ``data_source``, or others a ``test_dataset``.
     """
-    if kind := find_encoded_class(dataset):
+    if set_class := find_kind(dataset).set_class:
         if source:
             problem = f"dataset={dataset!r} already contains the address of its data"
             raise UserError(f"data_source={source!r}: {problem}; leave data_source empty")
-        return EncodedSource(kind, dataset, test_dataset, decoded_by_user=bool(sample))
+        found: Definition = resolve_name(set_class).define(dataset, test_dataset, decoded_by_user=bool(sample))
+        return found
     if ":" not in dataset and dataset not in DATASETS:
-        raise unknown_name_error("dataset", dataset, [*DATASETS, *DATASET_FORMS])
+        raise unknown_name_error("dataset", dataset, DATASET_NAMES)
     if test_dataset:
         problem = f"dataset={dataset!r} has its own test split"
         raise UserError(f"test_dataset={test_dataset!r}: {problem}; leave test_dataset empty")
@@ -58,7 +58,7 @@ def fingerprint(dataset: str, source: str, test_dataset: str = "") -> str:
 
 def needs_no_download(dataset: str) -> bool:
     """Return whether :func:`fetch` downloads at most an index, first samples or a list of files."""
-    return find_encoded_class(dataset) is not None or dataset == "digits"
+    return find_kind(dataset).encoded or dataset == "digits"
 
 
 def fetch(
@@ -141,7 +141,7 @@ def holds_usable_set(folder: Path, dataset: str, requested: dict[str, str]) -> b
         problem = str(error)
     else:
         wanted = {"dataset": dataset, **requested}
-        held = {"dataset": description.get("name"), **{key: description.get(key, "") for key in requested}}
+        held = {"dataset": description.name, **{key: getattr(description, key) for key in requested}}
         if held != wanted:
             held_text, wanted_text = (", ".join(f"{key}={each[key]!r}" for key in wanted) for each in (held, wanted))
             raise UserError(f"{folder}: holds {held_text}, not {wanted_text}; choose another folder or delete this one")

@@ -1,6 +1,6 @@
 """Describe the properties that all items of a data set share, and open the splits of items."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,10 +13,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.loading.arrays import open_array_batches
 from flyte_ddp.core.loading.split import BatchSource, Split, Splits, TargetSpec
-from flyte_ddp.core.loading.user_functions import (
-    NO_AUGMENTATION,
-    Augmentation,
-)
+from flyte_ddp.core.loading.user_functions import NO_AUGMENTATION, Augmentation
 from flyte_ddp.core.loading.workers import start_loader_pool
 from flyte_ddp.core.machine.resources import count_cores
 from flyte_ddp.core.models.inputs import InputSpec, LeafSpec, LeavesSpec, ModelInput
@@ -24,6 +21,8 @@ from flyte_ddp.core.order.random_state import keep_random_state
 from flyte_ddp.core.order.sampling import Order
 from flyte_ddp.core.order.shard_order import Orders
 from flyte_ddp.core.samples.leaves import Leaves, get_leaves_form, name_leaves
+from flyte_ddp.core.samples.pictures import Pixels
+from flyte_ddp.core.settings import Settings
 from flyte_ddp.datasets.collate import PADDED, STACKED, Types
 from flyte_ddp.datasets.item_set import ItemSet
 from flyte_ddp.datasets.items import ItemImages, ItemLoader, Items
@@ -57,7 +56,7 @@ def describe_items(
     collate: str,
     seed: int,
     *,
-    trained_spec: LeavesSpec | None = None,
+    trained_spec: ModelInput | None = None,
     classes: int = 0,
 ) -> ItemFacts:
     """Return the properties that all samples of a side share.
@@ -95,9 +94,7 @@ def describe_items(
             problem = f"the {kind} of dataset={data.name!r} have different lengths"
             raise UserError(f"collate='stacked': {problem}; set 'padded', or a user-defined function")
     inputs = inputs if trained_spec is None else inputs.reorder_leaves_like(trained_spec)
-    trained = (
-        {} if trained_spec is None else dict(trained_spec.leaves)
-    )  # used first: new samples may have one length by chance
+    trained = dict(trained_spec.leaves) if trained_spec else {}  # used first: new samples may have one length by chance
     shapes = {name: trained.get(name, leaf).shape for name, leaf in inputs.leaves}
     with_lengths = [name for name, shape in shapes.items() if shape]
     ragged = (name for name, shape in shapes.items() if shape[:1] == (None,))
@@ -170,11 +167,11 @@ def spec_of_single_target(targets: LeavesSpec) -> TargetSpec | None:
     return TargetSpec(dtype, tuple(1 if size is None else size for size in leaf.shape), varies=None in leaf.shape)
 
 
-def open_item_splits(data: ItemSet, orders: Orders, hp: Hyperparameters, device: torch.device, workers: int) -> Splits:
+def open_splits(data: ItemSet, orders: Orders, hp: Hyperparameters, device: torch.device, settings: Settings) -> Splits:
     """Open this rank's splits of a set of items.
 
-    If items, augmentation or collate are user-defined, starts ``workers`` processes (on Linux). Without user code,
-    starts no process. If items or collate are user-defined, first reads up to 16 samples in this process.
+    If items, augmentation or collate are user-defined, starts ``settings.loaders`` processes (on Linux). Without user
+    code, starts no process. If items or collate are user-defined, first reads up to 16 samples in this process.
 
     Raises:
         UserError: ``mixup`` cannot mix the inputs, samples do not fit together, or user code cannot be imported.
@@ -184,8 +181,8 @@ def open_item_splits(data: ItemSet, orders: Orders, hp: Hyperparameters, device:
     facts = describe_items(data, "train", orders["training"], hp.collate, hp.seed, classes=hp.num_classes)
     if hp.mixup:
         check_mixup(hp, facts.inputs)
-    options: dict[str, Any] = {"collate": hp.collate, "seed": hp.seed, "image_size": hp.image_size}
-    sources = open_sources(data, augmentations, facts, device, workers, **options)
+    called = data, augmentations, facts, device, settings.loaders
+    sources = open_sources(*called, collate=hp.collate, seed=hp.seed, image_size=hp.image_size)
     training = Split(sources.training["train"], orders["training"])
     validation, test = (
         Split(sources.evaluation[side], orders[split]) for side, split in (("train", "validation"), ("test", "test"))
@@ -194,13 +191,11 @@ def open_item_splits(data: ItemSet, orders: Orders, hp: Hyperparameters, device:
 
 
 def check_mixup(hp: Hyperparameters, inputs: ModelInput) -> None:
-    """Raise UserError if inputs that are no images cannot be mixed."""
-    if isinstance(inputs, LeavesSpec):
-        mixed = all(leaf.dtype == "float" and None not in leaf.shape for _, leaf in inputs.leaves)
-        if hp.collate == PADDED or not mixed:
-            described = inputs.describe() + (", padded" if hp.collate == PADDED else "")
-            rule = "only floats of one shape can be mixed"
-            raise UserError(f"mixup={hp.mixup:g}: the inputs are {described}, and {rule}; set mixup=0")
+    """Raise UserError if the inputs cannot be mixed."""
+    if hp.collate == PADDED or not inputs.can_be_mixed():
+        described = inputs.describe() + (", padded" if hp.collate == PADDED else "")
+        rule = "only floats of one shape can be mixed"
+        raise UserError(f"mixup={hp.mixup:g}: the inputs are {described}, and {rule}; set mixup=0")
 
 
 def open_test_split(data: ItemSet, opening: Opening) -> tuple[Split, ModelInput]:
@@ -213,11 +208,18 @@ def open_test_split(data: ItemSet, opening: Opening) -> tuple[Split, ModelInput]
         UserCodeError: User code fails on a sample that is read here.
     """
     order, workers = data.order_test(), opening.settings.loaders or count_cores()
-    trained_spec = opening.spec if isinstance(opening.spec, LeavesSpec) else None
-    facts = describe_items(data, "test", order, opening.collate, opening.seed, trained_spec=trained_spec)
-    options: dict[str, Any] = {"collate": opening.collate, "seed": opening.seed}
-    sources = open_sources(data, {"test": NO_AUGMENTATION}, facts, opening.device, workers, **options)
+    facts = describe_items(data, "test", order, opening.collate, opening.seed, trained_spec=opening.spec)
+    called = data, {"test": NO_AUGMENTATION}, facts, opening.device, workers
+    sources = open_sources(*called, collate=opening.collate, seed=opening.seed)
     return Split(sources.evaluation["test"], order), facts.inputs
+
+
+def iterate_test_images(data: ItemSet, opening: Opening) -> Iterator[Pixels]:
+    """Yield the test split's images. Restores the global random generators."""
+    for sample in range(data.test_samples):
+        with keep_random_state():
+            pixels, _ = data.read_item("test", sample, opening.seed, None)
+        yield pixels
 
 
 class ItemSources(NamedTuple):
@@ -247,8 +249,9 @@ def open_sources(
     direct, loaders = dict[str, BatchSource](), dict[str, ItemImages | ItemLoader]()
     for side, augmentation in augmentations.items():
         if (stored := data.stored_leaves(side)) is not None and ":" not in collate:
-            options: dict[str, Any] = {"pictures": data.pictures, "masked": facts.masked, "augmentation": augmentation}
-            direct[side] = open_array_batches(device, *stored, data.ids(side), **options)
+            direct[side] = open_array_batches(
+                device, *stored, data.ids(side), pictures=data.pictures, masked=facts.masked, augmentation=augmentation
+            )
             if augmentation.function is None:
                 continue
         items, spec = Items(data, side), facts.inputs
@@ -258,8 +261,9 @@ def open_sources(
                 items, spec, facts.targets, seed, augmentation=augmentation, image_size=image_size
             )
         else:
-            options = {"augmentation": augmentation, "masked": facts.masked, "types": facts.types}
-            loaders[side] = ItemLoader(items, collate, seed, **options)
+            loaders[side] = ItemLoader(
+                items, collate, seed, augmentation=augmentation, masked=facts.masked, types=facts.types
+            )
     pool = start_loader_pool([*loaders.values()], workers)
     by_processes = {side: loader.open_source(pool, device) for side, loader in loaders.items()}
     return ItemSources({**direct, **by_processes}, {**by_processes, **direct})

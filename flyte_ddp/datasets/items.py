@@ -14,12 +14,7 @@ from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.loading.batch_memory import BatchMemory
 from flyte_ddp.core.loading.sample_loader import SampleLoader
 from flyte_ddp.core.loading.split import Batch, BatchSource, CheckTargets, TargetSpec
-from flyte_ddp.core.loading.user_functions import (
-    NO_AUGMENTATION,
-    Augmentation,
-    Sample,
-    UserFunction,
-)
+from flyte_ddp.core.loading.user_functions import NO_AUGMENTATION, Augmentation, Sample, UserFunction
 from flyte_ddp.core.loading.worker_sources import WorkerImages, WorkerSource, check_targets_and_name_sample
 from flyte_ddp.core.loading.workers import LoaderPool
 from flyte_ddp.core.machine.device_copy import copy_to_device

@@ -14,6 +14,7 @@ from flyte_ddp.core.samples.leaves import (
     describe_form,
     get_leaves_form,
     is_tensor,
+    label_leaf,
     name_leaves,
     require_numbers,
     restore_leaves,
@@ -44,7 +45,7 @@ def convert_inputs(
     stored, ids = convert_new_inputs(prefix, inputs, given_ids, distinct=distinct)
     given = name_leaves(inputs)
     for key, leaf in name_leaves(stored).items():
-        leaf_name = f"{prefix}inputs[{key!r}]" if key else f"{prefix}inputs"
+        leaf_name = label_leaf(f"{prefix}inputs", key)
         if isinstance(leaf, Ragged):
             columns.require_finite(leaf_name, leaf.values, None, ids, leaf.ends)
         else:
@@ -99,14 +100,11 @@ def convert_leaves(name: str, leaves: Any, *, distinct: bool = False) -> Leaves:
         UserError: A dict or tuple is empty, a name is unfit, or a leaf is not numeric or has no samples.
     """
     require_identifiers(name, leaves)
-    if get_leaves_form(leaves) == "dict" or isinstance(leaves, tuple):
-        if not name_leaves(leaves):
-            raise UserError(f"{name}: has no array; give at least one")
-        named = {
-            key: convert_leaf(f"{name}[{key!r}]", leaf, distinct=distinct) for key, leaf in name_leaves(leaves).items()
-        }
-        return restore_leaves(get_leaves_form(leaves), named)
-    return None if leaves is None else convert_leaf(name, leaves, distinct=distinct)
+    named = name_leaves(leaves)
+    if not named and leaves is not None:
+        raise UserError(f"{name}: has no array; give at least one")
+    stored = {key: convert_leaf(label_leaf(name, key), leaf, distinct=distinct) for key, leaf in named.items()}
+    return restore_leaves(get_leaves_form(leaves), stored)
 
 
 def require_identifiers(name: str, leaves: Leaves) -> None:
@@ -202,9 +200,7 @@ def stored_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
 def require_one_length(parts: Mapping[str, Leaves]) -> None:
     """Raise UserError if leaves have different numbers of samples. ``parts`` has leaves by name, or None."""
     lengths = {
-        f"{name}{f'[{key!r}]' if key else ''}": len(leaf)
-        for name, leaves in parts.items()
-        for key, leaf in name_leaves(leaves).items()
+        label_leaf(name, key): len(leaf) for name, leaves in parts.items() for key, leaf in name_leaves(leaves).items()
     }
     first, samples = next(iter(lengths.items()))
     for name, length in lengths.items():
@@ -226,7 +222,7 @@ def unify_sides(kind: str, train: Leaves, test: Leaves) -> tuple[Leaves, Leaves]
     if get_leaves_form(train) != get_leaves_form(test) or named[0].keys() != named[1].keys():
         texts = map(describe_form, (train, test))
         raise UserError(f"train_{kind} are {next(texts)}, and test_{kind} {next(texts)}: both must have the same form")
-    unified: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    unified = dict[str, NDArray[Any] | Ragged](), dict[str, NDArray[Any] | Ragged]()
     for name, leaf in named[0].items():
         pair = leaf, named[1][name]
         ragged = any(isinstance(each, Ragged) for each in pair)
@@ -236,7 +232,7 @@ def unify_sides(kind: str, train: Leaves, test: Leaves) -> tuple[Leaves, Leaves]
             described = (
                 f"{each.dtype} [{', '.join(map(str, shape))}]" for each, shape in zip(pair, shapes, strict=True)
             )
-            where = f"{kind}{f'[{name!r}]' if name else ''}"
+            where = label_leaf(kind, name)
             found = f"a sample of train_{where} is {next(described)}, and of test_{where} {next(described)}"
             raise UserError(f"{found}: both must have the same type and shape")
         common = stored_type(np.result_type(*(each.dtype for each in pair)))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +18,9 @@ from flyte_ddp.core.samples.leaves import Leaves, check_not_masked, convert_to_a
 from flyte_ddp.core.samples.pictures import convert_to_uint8_pixels
 from flyte_ddp.core.user_code.callables import load_callable
 from flyte_ddp.datasets.item_set import ItemSet
-from flyte_ddp.datasets.prepared_folder import open_folder
+from flyte_ddp.datasets.prepared_folder import Description, read_weights
 
-ON_DEMAND = "on_demand"  # key in dataset.json of the numbers of samples
 MAP_STYLE = {"__len__": "len()", "__getitem__": "[number]"}  # methods of a map-style set, and how to call them
-PICTURES = "pictures"  # key in dataset.json, true for a set of pictures
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,8 +97,15 @@ class OnDemandSet(ItemSet):
             raise UserError(f"{where} {error}") from None
         return convert_sample(where, pair) if self.pictures else pair
 
-    def describe_content(self) -> dict[str, Any]:
-        return {ON_DEMAND: [self.train_samples, self.test_samples], PICTURES: self.pictures}
+    def describe_content(self) -> Mapping[str, Any]:
+        return {"on_demand": [self.train_samples, self.test_samples], "pictures": self.pictures}
+
+    @classmethod
+    def open(cls, folder: Path, description: Description) -> Self:
+        train, test = description.content["on_demand"]
+        name, classes, digest = description.name, description.classes, description.digest
+        weights, pictures = read_weights(folder, description), description.content["pictures"]
+        return cls(name, description.data_source, train, test, classes, digest, weights, pictures)
 
     def __reduce__(self) -> tuple[Any, ...]:  # without the user's sets, because each process creates them itself
         return OnDemandSet, tuple(getattr(self, name) for name in self.__dataclass_fields__)
@@ -251,11 +256,3 @@ def convert_sample(where: str, item: Any) -> tuple[NDArray[np.uint8], NDArray[An
         raise UserError(f"{where}: its label is a {type(given).__name__}; must be a number or numbers")
     check_not_masked(f"{where}: its image", image)
     return convert_to_uint8_pixels(f"{where}: its image", image), label
-
-
-def open_on_demand(folder: Path) -> OnDemandSet:
-    """Open the description of a set on demand in a prepared folder. User code is not called."""
-    with open_folder(folder) as (description, fields):
-        train, test = description[ON_DEMAND]
-        fields |= {"source": description["data_source"], "pictures": description[PICTURES]}
-        return OnDemandSet(train_samples=train, test_samples=test, **fields)

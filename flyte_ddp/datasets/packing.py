@@ -11,7 +11,7 @@ from PIL import Image
 from flyte_ddp import catalog
 from flyte_ddp.core.errors import UserError, unknown_name_error
 from flyte_ddp.core.progress import Progress
-from flyte_ddp.datasets.encoded.image_folder import list_images
+from flyte_ddp.datasets.encoded.image_list import list_images
 from flyte_ddp.datasets.fetching import fetch
 from flyte_ddp.datasets.sample_arrays import open_arrays
 from flyte_ddp.shards.index import ShardIndex

@@ -1,16 +1,14 @@
-"""Open a prepared data set of any kind, order its samples, and check the data before ranks start."""
-
-from __future__ import annotations
+"""Open a prepared data set of any kind, choose its training samples, and check the data before ranks start."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from pkgutil import resolve_name
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.catalog import check_positives_for_threshold, check_select_by, check_two_classes
+from flyte_ddp.catalog import KINDS, check_positives_for_threshold, check_select_by, check_two_classes, find_kind
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.order.sampling import ListedOrder, Order
@@ -19,19 +17,14 @@ from flyte_ddp.core.order.weighted import compute_inverse_class_counts, make_cus
 from flyte_ddp.core.samples.leaves import IGNORED
 from flyte_ddp.core.text.formatting import join_first
 from flyte_ddp.core.user_code.callables import check_positional_arguments, load_callable
-from flyte_ddp.datasets import prepared_folder
-from flyte_ddp.datasets.encoded.kinds import find_encoded_class
-from flyte_ddp.datasets.on_demand_set import ON_DEMAND, open_on_demand
-from flyte_ddp.datasets.prepared_folder import FORMAT, read_description
+from flyte_ddp.datasets.prepared_folder import (
+    FORMAT,
+    damaged_set_error,
+    read_description,
+    translate_damage_to_user_error,
+    verify_files,
+)
 from flyte_ddp.datasets.prepared_set import PreparedSet
-from flyte_ddp.datasets.sample_arrays import LEAVES, open_arrays
-
-if TYPE_CHECKING:
-    import torch
-
-    from flyte_ddp.core.hardware import Hardware
-    from flyte_ddp.core.loading.split import Splits
-    from flyte_ddp.core.settings import Settings
 
 
 def open_prepared(folder: Path) -> PreparedSet:
@@ -45,35 +38,16 @@ def open_prepared(folder: Path) -> PreparedSet:
             another release prepared the folder.
     """
     description = read_description(folder)
-    if not FORMAT.items() <= description.items():
+    if description.format != FORMAT:
         raise UserError(f"{folder}: was prepared by another release; delete the folder and fetch it again")
-    prepared_folder.verify_files(folder, description.get(prepared_folder.FILES, {}))
-    if LEAVES in description:
-        return open_arrays(folder)
-    if ON_DEMAND in description:
-        return open_on_demand(folder)
-    if (kind := find_encoded_class(str(description["name"]))) is None:
-        raise prepared_folder.damaged_set_error(folder, "the kind of the data set is unknown")
-    return kind.open(folder)
-
-
-def order_and_open_splits(
-    data: PreparedSet, hp: Hyperparameters, hardware: Hardware, device: torch.device, settings: Settings
-) -> Splits:
-    """Open this rank's splits, and start threads or processes that load samples.
-
-    The result's ``close`` ends these threads or processes. Their number is ``settings.loaders``. If this is 0, each
-    core of the rank has a thread or process, except one core for the rank itself with a GPU.
-
-    Raises:
-        UserError: Data and hyperparameters do not fit together, or user code cannot be imported.
-        UserCodeError: User code fails on a sample that is read here.
-    """
-    orders = data.order_splits(hp.validation_fraction, hp.seed, hp.shuffle_shards)
-    orders["training"] = apply_sampling(data, orders["training"], hp.sampling)
-    # With a GPU, one core is left for the rank's thread, which starts the GPU's work.
-    loaders = settings.loaders or max(1, hardware.threads - (device.type == "cuda"))
-    return data.open_splits(orders, hp, device, replace(settings, loaders=loaders))
+    verify_files(folder, description.files)
+    kinds = [find_kind(description.name), *(kind for kind in KINDS if kind.key in description.content)]
+    set_class = next((kind.set_class for kind in kinds if kind.set_class), "")
+    if not set_class:
+        raise damaged_set_error(folder, "the kind of the data set is unknown")
+    with translate_damage_to_user_error(folder):
+        opened: PreparedSet = resolve_name(set_class).open(folder, description)
+    return opened
 
 
 def apply_sampling(data: PreparedSet, order: SampleOrder, sampling: str) -> SampleOrder:

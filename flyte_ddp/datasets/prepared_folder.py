@@ -1,8 +1,9 @@
-"""The folder of a prepared data set: arrays, and a description of the content in ``dataset.json``."""
+"""The folder of a prepared data set: the content of ``dataset.json``, arrays, and the check of all files."""
 
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,45 +11,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.core.checks.arrays import map_array_file
-from flyte_ddp.core.checks.forms import check_form
 from flyte_ddp.core.checks.parsing import parse_json
+from flyte_ddp.core.checks.records import JsonRecord
 from flyte_ddp.core.errors import UserError
-from flyte_ddp.core.files import atomic_write, file_digest, get_file_version, list_files
-from flyte_ddp.datasets.prepared_set import WEIGHTS, PreparedSet
+from flyte_ddp.core.files import atomic_write, file_digest, get_file_version
 
 DESCRIPTION = "dataset.json"
-FILES = "files"  # key in DESCRIPTION of the SHA-256 of each other file
 VERIFIED = "verified.json"  # the version of each file when the file was last hashed
-TEST_DIGEST = "test_digest"  # key in DESCRIPTION of the SHA-256 of the test split alone
-FORM = {
-    "name": str,
-    "classes": [str],
-    "digest": str,
-    f"{TEST_DIGEST}?": str,
-    f"{FILES}?": {str: str},
-    "data_source?": str,
-    "weighted?": bool,
-}
-FORMAT = {"format": 3}  # version of prepared folders: increase it when the same source gives other content
+WEIGHTS = "train_weights"  # name of the weights of training samples among the arrays
+FORMAT = 3  # version of prepared folders: increase it when the same source gives other content
 
 
-def write_prepared_set(data: PreparedSet, folder: Path, origin: Mapping[str, str]) -> None:
-    """Write a data set into an existing folder: arrays, other files, ``verified.json``, and ``dataset.json`` last.
+@dataclass(frozen=True, kw_only=True)
+class Description(JsonRecord):
+    """The content of ``dataset.json``."""
 
-    ``origin`` holds further entries of ``dataset.json``, such as ``data_source``.
-    """
-    arrays = data.list_arrays()
-    for name, array in arrays.items():
-        write_array(folder / f"{name}.npy", array)
-    data.write_other_files(folder)
-    digest, test_digest = data.compute_digests()
-    of_all = {**FORMAT, "name": data.name, "classes": data.classes, "digest": digest, TEST_DIGEST: test_digest}
-    content = {**data.describe_content(), "weighted": WEIGHTS in arrays, **origin}
-    own = (folder / DESCRIPTION, folder / VERIFIED)
-    files = {str(path.relative_to(folder)): path for path in list_files(folder) if path not in own}
-    digests = {name: file_digest(path) for name, path in files.items()}
-    write_json(folder / VERIFIED, {name: get_file_version(path) for name, path in files.items()})
-    write_json(folder / DESCRIPTION, {**of_all, **content, FILES: digests}, indent=1)
+    format: int = 0
+    name: str
+    classes: tuple[str, ...]
+    digest: str  # SHA-256 (hex) of the content
+    test_digest: str = ""  # of the test split alone
+    weighted: bool = False  # whether training samples have weights
+    source: str = ""  # where the data were read
+    data_source: str = ""  # hyperparameters
+    test_dataset: str = ""
+    files: Mapping[str, str] = field(default_factory=dict)  # SHA-256 (hex) of each other file
+    content: Mapping[str, Any] = field(default_factory=dict, metadata={"prefix": ""})  # entries of this kind of set
 
 
 def verify_files(folder: Path, digests: Mapping[str, str]) -> None:
@@ -59,10 +47,8 @@ def verify_files(folder: Path, digests: Mapping[str, str]) -> None:
     each file by name.
     """
     known: Any = {}
-    with suppress(OSError, ValueError):
-        found = parse_json((folder / VERIFIED).read_bytes())
-        check_form(found, {str: [int]}, VERIFIED)
-        known = found
+    with suppress(OSError, ValueError, TypeError):
+        known = dict(parse_json((folder / VERIFIED).read_bytes()))
     versions = {name: [*(get_file_version(folder / name) or ())] for name in digests}
     if known == versions:
         return
@@ -86,30 +72,16 @@ def write_array(path: Path, array: NDArray[Any]) -> None:
         file.write(array.data)
 
 
-def read_description(folder: Path) -> dict[str, Any]:
+def read_description(folder: Path) -> Description:
     """Return the content of ``dataset.json`` in a prepared folder. Raises UserError if missing or damaged."""
     if not (folder / DESCRIPTION).exists():
         raise UserError(f"{folder}: is not a prepared data set: {DESCRIPTION} is missing; fetch a data set into it")
     with translate_damage_to_user_error(folder):
-        description = parse_json((folder / DESCRIPTION).read_bytes())
-        check_form(description, FORM, DESCRIPTION)
-        return dict(description)
+        return Description.from_json_value(parse_json((folder / DESCRIPTION).read_bytes()), DESCRIPTION)
 
 
-@contextmanager
-def open_folder(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield the content of ``dataset.json``, and the fields that all stored sets have, as keyword arguments.
-
-    The fields are ``name``, ``digest``, ``classes`` and ``sample_weights``. Files are not compared with their digests.
-
-    Raises:
-        UserError: Reading fails here or in the block, because the folder is damaged.
-    """
-    description = read_description(folder)
-    with translate_damage_to_user_error(folder):
-        weights = read_array(folder, f"{WEIGHTS}.npy") if description["weighted"] else None
-        fields = {"name": description["name"], "digest": description["digest"], "sample_weights": weights}
-        yield description, fields | {"classes": tuple(description["classes"])}
+def read_weights(folder: Path, description: Description) -> NDArray[np.float64] | None:
+    return read_array(folder, f"{WEIGHTS}.npy") if description.weighted else None
 
 
 def read_array(folder: Path, name: str) -> NDArray[Any]:

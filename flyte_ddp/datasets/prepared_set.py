@@ -5,15 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.files import file_digest, get_file_version, list_files
+from flyte_ddp.core.models.sidecar import FittedObject
 from flyte_ddp.core.order.sampling import Indices, ListedOrder, split_indices
+from flyte_ddp.datasets.prepared_folder import (
+    DESCRIPTION,
+    FORMAT,
+    VERIFIED,
+    WEIGHTS,
+    Description,
+    write_array,
+    write_json,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -21,13 +33,11 @@ if TYPE_CHECKING:
     from flyte_ddp.core.loading.split import Split, Splits
     from flyte_ddp.core.models.inputs import ModelInput
     from flyte_ddp.core.order.shard_order import Orders, SampleOrder
+    from flyte_ddp.core.progress import Progress
     from flyte_ddp.core.samples.leaves import Leaves
     from flyte_ddp.core.samples.pictures import Pixels
     from flyte_ddp.core.settings import Settings
     from flyte_ddp.datasets.encoded.samples import BadSamples
-
-WEIGHTS = "train_weights"  # name of ``sample_weights`` among the arrays
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -44,17 +54,34 @@ class Opening:
     bad: BadSamples | None = None  # collects the samples that cannot be decoded
 
 
+class Definition(Protocol):
+    """A data set before the fetch."""
+
+    def fingerprint(self, source: str) -> str:
+        """Return a text that changes with the data and can be part of a file name.
+
+        ``source`` is the hyperparameter ``data_source``.
+        """
+
+    def load(self, source: str, workspace: Path, progress: Progress) -> tuple[PreparedSet, str]:
+        """Read the data, and return the data set, and a text about where the data were read.
+
+        Files may be written to the folder ``workspace``, and what remains there becomes part of the prepared folder.
+        """
+
+
 class PreparedSet:
-    """Base class of prepared data sets. Only :func:`flyte_ddp.datasets.prepared.open_prepared` knows the kinds."""
+    """Base class of prepared data sets. Only the table ``flyte_ddp.catalog.KINDS`` lists the kinds."""
 
     name: str  # the hyperparameter ``dataset``
     classes: tuple[str, ...]  # names; empty if the set has none
     digest: str  # SHA-256 (hex) of the content
+    opening: ClassVar[str]  # module of functions that open this kind, imported at first use because of torch
     crop: ClassVar[str] = ""  # "middle" if evaluations use the middle square of images
     named_targets: ClassVar[bool] = True  # whether targets that are not class numbers have the order of ``classes``
     advice: ClassVar[str] = "add samples"  # for a split without samples
-    preprocessing: Mapping[str, Any] = NOTHING  # fitted, as in ``model.json``; empty if nothing was fitted
-    not_finite: Mapping[str, int] = NOTHING  # by file of targets: first sample with NaN or infinity
+    preprocessing: FittedObject = FittedObject()
+    not_finite: Mapping[str, int] = MappingProxyType({})  # by file of targets: first sample with NaN or infinity
     sample_weights: NDArray[np.float64] | None = None  # [N], with which training may draw samples
 
     if TYPE_CHECKING:  # at run time, a dataclass would take these properties for the defaults of its fields
@@ -76,8 +103,21 @@ class PreparedSet:
     def write_other_files(self, folder: Path) -> None:
         """Write the files that are no arrays into a prepared folder. By default nothing is written."""
 
-    def describe_content(self) -> dict[str, Any]:
-        """Return the entries of ``dataset.json`` that only sets of this kind have."""
+    def describe_content(self) -> Mapping[str, Any]:
+        """Return the entries of ``dataset.json`` that only sets of this kind have. Other sets have none."""
+        return {}
+
+    @classmethod
+    def define(cls, dataset: str, test_dataset: str, *, decoded_by_user: bool) -> Definition:
+        """Return the definition of a data set whose name has an address.
+
+        The arguments are hyperparameters. If ``decoded_by_user`` is True, user code makes the samples of the files.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def open(cls, folder: Path, description: Description) -> Self:
+        """Return the data set in a prepared folder. Arrays are memory-mapped. Any error means a damaged folder."""
         raise NotImplementedError
 
     def compute_digests(self) -> tuple[str, str]:
@@ -178,7 +218,8 @@ class PreparedSet:
             UserError: Data and hyperparameters do not fit together, or user code cannot be imported.
             UserCodeError: User code fails on a sample that is read here.
         """
-        raise NotImplementedError
+        splits: Splits = resolve_name(f"{self.opening}:open_splits")(self, orders, hp, device, settings)
+        return splits
 
     def open_test_split(self, opening: Opening) -> tuple[Split, ModelInput]:
         """Open the test split for a trained model, and start threads or processes that load samples.
@@ -190,14 +231,16 @@ class PreparedSet:
             UserError: Samples do not fit together, the split is empty, or user code cannot be imported.
             UserCodeError: User code fails on a sample that is read here.
         """
-        raise NotImplementedError
+        split: tuple[Split, ModelInput] = resolve_name(f"{self.opening}:open_test_split")(self, opening)
+        return split
 
     def iterate_test_images(self, opening: Opening) -> Iterator[Pixels]:
         """Yield the test split's images, uint8 [H, W, C], neither cropped nor resized.
 
         Skips images that cannot be decoded.
         """
-        raise NotImplementedError
+        images: Iterator[Pixels] = resolve_name(f"{self.opening}:iterate_test_images")(self, opening)
+        return images
 
     def identify_samples(self, side: str) -> NDArray[np.uint64]:  # noqa: ARG002
         """Return an identifying number for each sample of a side, or an empty array if the numbers are unknown.
@@ -209,3 +252,29 @@ class PreparedSet:
     def identify_tested(self, ids: Sequence[str]) -> NDArray[np.uint64]:  # noqa: ARG002
         """Return an identifying number for each test sample that was evaluated, whose ``ids`` are given."""
         return self.identify_samples("test")
+
+
+def write_prepared_set(data: PreparedSet, folder: Path, origin: Mapping[str, str]) -> None:
+    """Write a data set into an existing folder: arrays, other files, ``verified.json``, and ``dataset.json`` last.
+
+    ``origin`` holds further entries of ``dataset.json``, such as ``data_source``.
+    """
+    arrays = data.list_arrays()
+    for name, array in arrays.items():
+        write_array(folder / f"{name}.npy", array)
+    data.write_other_files(folder)
+    digest, test_digest = data.compute_digests()
+    own = (folder / DESCRIPTION, folder / VERIFIED)
+    files = {str(path.relative_to(folder)): path for path in list_files(folder) if path not in own}
+    description = Description(
+        format=FORMAT,
+        name=data.name,
+        classes=data.classes,
+        digest=digest,
+        test_digest=test_digest,
+        weighted=WEIGHTS in arrays,
+        files={name: file_digest(path) for name, path in files.items()},
+        content={**data.describe_content(), **origin},
+    )
+    write_json(folder / VERIFIED, {name: get_file_version(path) for name, path in files.items()})
+    write_json(folder / DESCRIPTION, description.to_json_value(), indent=1)

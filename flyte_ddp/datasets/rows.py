@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.text.formatting import join_first
+from flyte_ddp.datasets.columns import column_names, select_columns
 
 SINGLE = "row"  # name of the column of rows that have no columns, such as a list of texts
 MISSING = ""  # the value of a text column in rows without a value
@@ -49,9 +50,9 @@ def list_columns(rows: Any) -> dict[str, Any]:
         return {str(name): [row.get(name) for row in rows] for name in rows[0]}
     if isinstance(rows, Mapping):
         return {str(name): values for name, values in rows.items()}
-    names = getattr(rows, "column_names", getattr(rows, "columns", None))  # of pyarrow, else of pandas and polars
+    names = column_names(rows)
     if names is None:
-        names = getattr(getattr(rows, "dtype", None), "names", None)
+        names = getattr(getattr(rows, "dtype", None), "names", None)  # of a structured array
     if names is not None:
         columns = {str(name): rows[name] for name in names}
         if len(columns) < len(names):
@@ -82,14 +83,11 @@ def order_columns(rows: Any, names: Sequence[str], where: str) -> Any:
         return [{name: row.get(name) for name in names} for row in rows]
     if isinstance(rows, Mapping):
         return {name: rows[name] for name in names}
-    if hasattr(rows, "column_names"):
-        return rows.select([*names])
-    if not hasattr(rows, "columns") and rows.dtype.names is None:
-        raise UserError(
-            f"{where}: the rows have {len(found)} columns, but training had {len(names)}; pass the same columns"
-        )
-    given = {str(name): name for name in getattr(rows, "columns", names)}
-    return rows[[given[name] for name in names]]
+    if (given := column_names(rows)) is None and rows.dtype.names is None:
+        problem = f"the rows have {len(found)} columns, but training had {len(names)}"
+        raise UserError(f"{where}: {problem}; pass the same columns")
+    by_text = {str(name): name for name in (names if given is None else given)}
+    return select_columns(rows, [by_text[name] for name in names])
 
 
 def normalize_columns(rows: Any) -> dict[str, NDArray[Any]]:

@@ -7,17 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.files import atomic_write
+from flyte_ddp.core.models.sidecar import FittedObject
 from flyte_ddp.core.samples.class_names import normalize_class_names
 from flyte_ddp.core.samples.leaves import (
     Leaves,
     Ragged,
+    count_samples,
     get_leaves_form,
     map_leaves,
     name_leaves,
@@ -36,9 +38,15 @@ from flyte_ddp.datasets.leaf_conversion import (
     require_one_length,
     unify_sides,
 )
-from flyte_ddp.datasets.prepared_folder import open_folder, read_array
+from flyte_ddp.datasets.prepared_folder import (
+    Description,
+    read_array,
+    read_description,
+    read_weights,
+    translate_damage_to_user_error,
+)
 from flyte_ddp.datasets.rows import digest_bytes, digest_rows, digest_text, digest_texts, mix
-from flyte_ddp.models.preprocessing import PREPROCESSING, pack_preprocessing
+from flyte_ddp.models.preprocessing import pack_preprocessing
 
 LEAVES = "leaves"  # key in the description of the forms of inputs and targets
 IDS = ("train_ids", "test_ids")
@@ -83,8 +91,7 @@ class SampleArrays(ItemSet):
     not_finite: Mapping[str, int] = field(default_factory=dict)  # by file of targets: first sample with NaN or infinity
     train_ids: NDArray[np.str_] | None = None  # [N], names that the user has given to the samples
     test_ids: NDArray[np.str_] | None = None
-    # Packed by pack_preprocessing() or load_table(). Empty if nothing was fitted.
-    preprocessing: Mapping[str, Any] = field(default_factory=dict)
+    preprocessing: FittedObject = field(default_factory=FittedObject)
     rows: Mapping[str, Any] = field(default_factory=dict)  # by side: rows as they were read, or StoredRows
     mean: tuple[float, ...] = ()  # of each channel of the training pictures, scaled to 0..1 (else empty)
     std: tuple[float, ...] = ()
@@ -103,11 +110,11 @@ class SampleArrays(ItemSet):
 
     @cached_property
     def train_samples(self) -> int:
-        return len(next(iter(name_leaves(self.train_inputs).values())))
+        return count_samples(self.train_inputs)
 
     @cached_property
     def test_samples(self) -> int:
-        return len(next(iter(name_leaves(self.test_inputs).values())))
+        return count_samples(self.test_inputs)
 
     def list_arrays(self) -> dict[str, NDArray[Any]]:
         """Return the arrays by file name without ``.npy``: leaves, ends of ragged leaves, ids and weights.
@@ -142,9 +149,9 @@ class SampleArrays(ItemSet):
             return digest_texts(ids.tolist())
         if (rows := self.load_rows(side)) is not None:
             return digest_rows(rows)
-        named = name_leaves(self.stored_leaves(side)[0])
-        total = np.zeros(len(next(iter(named.values()))), np.uint64)
-        for name, leaf in named.items():
+        inputs, _ = self.stored_leaves(side)
+        total = np.zeros(count_samples(inputs), np.uint64)
+        for name, leaf in name_leaves(inputs).items():
             contents = [digest_bytes(np.ascontiguousarray(leaf[place]).tobytes()) for place in range(len(leaf))]
             total += mix(np.array(contents, np.uint64) ^ digest_text(name))
         return total
@@ -172,7 +179,7 @@ class SampleArrays(ItemSet):
             with atomic_write(rows_file(folder, side)) as file:
                 file.write(pickle.dumps(self.load_rows(side)))
 
-    def describe_content(self) -> dict[str, Any]:
+    def describe_content(self) -> Mapping[str, Any]:
         """Return the entries of ``dataset.json`` that only sets of arrays have.
 
         Among the entries are the forms of inputs and targets, and the first sample with NaN or infinity in each file of
@@ -190,8 +197,32 @@ class SampleArrays(ItemSet):
         found = {file: columns.find_non_finite(stored[file], stored.get(f"{file}.ends")) for file in targets}
         rows = {file: at[0] for file, at in found.items() if at is not None}
         ids = [name for name in IDS if getattr(self, name) is not None]
-        described = {LEAVES: forms, "ids": ids, PREPROCESSING: self.preprocessing, "rows": [*self.rows]}
+        described = {LEAVES: forms, "ids": ids, "preprocessing": self.preprocessing, "rows": [*self.rows]}
         return described | {"not_finite": rows, "mean": self.mean, "std": self.std}
+
+    @classmethod
+    def open(cls, folder: Path, description: Description) -> Self:
+        content, parts = description.content, dict[str, Leaves]()
+        for part in PARTS:
+            kind, named = content[LEAVES][part.rpartition("_")[2]], dict[str, NDArray[Any] | Ragged]()
+            for name, ragged in kind["ragged"].items():
+                file = f"{part}.{name}" if name else part
+                values = read_array(folder, f"{file}.npy")
+                named[name] = Ragged(values, read_array(folder, f"{file}.ends.npy")) if ragged else values
+            parts[part] = restore_leaves(kind["form"], named)
+        return cls(
+            description.name,
+            **parts,
+            classes=description.classes,
+            digest=description.digest,
+            sample_weights=read_weights(folder, description),
+            not_finite=content["not_finite"],
+            **{name: read_array(folder, f"{name}.npy") for name in content.get("ids", ())},
+            preprocessing=FittedObject.from_json_value(content["preprocessing"], "preprocessing"),
+            rows={side: StoredRows(rows_file(folder, side)) for side in content.get("rows", ())},
+            mean=tuple(content["mean"]),
+            std=tuple(content["std"]),
+        )
 
 
 def arrays_sha256(data: SampleArrays, *, test: bool = False) -> str:
@@ -251,7 +282,7 @@ def make_arrays(
     *,
     classes: Sequence[str],
     name: str,
-    packed: Mapping[str, Any],
+    packed: FittedObject,
     sample_weights: Any = None,
     rows: Mapping[str, Any] | None = None,
 ) -> SampleArrays:
@@ -264,7 +295,7 @@ def make_arrays(
         test: Test samples, in the same form. Frames may have their columns in another order.
         classes: Names of the classes, or empty.
         name: The name of the data set, or "".
-        packed: The result of :func:`pack_preprocessing`, or an equivalent dict.
+        packed: The fitted object, which may be empty.
         sample_weights: Weights [N] of the training samples, or None.
         rows: The rows behind the inputs of "train" and "test", if they are to be kept with the data set.
 
@@ -289,8 +320,7 @@ def make_arrays(
         for side in ("train", "test"):
             if is_class_numbers(targets := parts[f"{side}_targets"]):
                 require_class_numbers(f"{side}_targets", targets, len(names))
-    samples = len(next(iter(name_leaves(parts["train_inputs"]).values())))
-    weights = convert_weights(sample_weights, samples)
+    weights = convert_weights(sample_weights, count_samples(parts["train_inputs"]))
     kept = rows or {}
     return SampleArrays(name, **parts, classes=names, **ids, preprocessing=packed, sample_weights=weights, rows=kept)
 
@@ -303,18 +333,9 @@ def open_arrays(folder: Path) -> SampleArrays:
     Raises:
         UserError: The folder is damaged, or is no prepared data set.
     """
-    with open_folder(folder) as (description, fields):
-        for part in PARTS:
-            kind, named = description[LEAVES][part.rpartition("_")[2]], dict[str, Any]()
-            for name, ragged in kind["ragged"].items():
-                file = f"{part}.{name}" if name else part
-                values = read_array(folder, f"{file}.npy")
-                named[name] = Ragged(values, read_array(folder, f"{file}.ends.npy")) if ragged else values
-            fields[part] = restore_leaves(kind["form"], named)
-        fields |= {name: read_array(folder, f"{name}.npy") for name in description.get("ids", ())}
-        fields |= {key: tuple(description[key]) for key in ("mean", "std")}
-        fields["rows"] = {side: StoredRows(rows_file(folder, side)) for side in description.get("rows", ())}
-        return SampleArrays(**fields, not_finite=description["not_finite"], preprocessing=description[PREPROCESSING])
+    description = read_description(folder)
+    with translate_damage_to_user_error(folder):
+        return SampleArrays.open(folder, description)
 
 
 def rows_file(folder: Path, side: str) -> Path:

@@ -3,6 +3,7 @@
 import copy
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,7 +15,7 @@ from flyte_ddp.core.text.formatting import join_first
 from flyte_ddp.datasets import columns, rows
 from flyte_ddp.datasets.leaf_conversion import convert_id
 from flyte_ddp.datasets.sample_arrays import SampleArrays, make_arrays
-from flyte_ddp.models.preprocessing import NUMBERED, TABLE, pickle_for_json
+from flyte_ddp.models.preprocessing import pickle_fitted_object
 
 TRIED, ALONE = 16, 3  # numbers of test rows that are prepared again as a group, and one by one
 PARAMETERS = {
@@ -129,16 +130,13 @@ def load_table(spec: str, found: type[Table], source: str) -> SampleArrays:
     if fitted is None and found.fit is not Table.fit:
         rule = "only this object is saved with the model and passed to prepare()"
         raise UserError(f"{where}: fit() returned None; return the fitted object, because {rule}")
-    packed = pickle_for_json(fitted) | {
-        TABLE: spec,
-        "rows": [*rows.list_columns(read)],
-        NUMBERED: are_places(table.classes),
-    }
+    listed, numbered = [*rows.list_columns(read)], are_places(table.classes)
+    packed = pickle_fitted_object(fitted, table=spec, rows=listed, numbered=numbered)
     inputs = {side: prepare_copy(table, fitted, part) for side, part in chosen.items()}
     require_independent_rows(table, fitted, chosen["test"], inputs["test"], where)
     names = None if ids is None else np.array([*map(convert_id, ids)])
     parts = ((inputs[side], goals[side], None if names is None else names[sides[side]]) for side in sides)
-    packed["columns"] = columns.list_columns(inputs["train"])
+    packed = replace(packed, columns=columns.list_columns(inputs["train"]))
     try:
         return make_arrays(*parts, classes=classes, name=spec, packed=packed, rows=chosen)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Pack objects that were fitted to a data set as texts for ``dataset.json`` and ``model.json``."""
+"""Pack objects that were fitted to a data set, for ``dataset.json`` and ``model.json``."""
 
 import base64
 import hashlib
@@ -7,22 +7,16 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flyte_ddp.core.checks.parsing import JsonObject
 from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.models.sidecar import FittedObject
 from flyte_ddp.core.user_code.callables import split_spec
 from flyte_ddp.core.user_code.digest import list_releases
-
-PREPROCESSING = "preprocessing"  # key in dataset.json and in model.json
-NUMBERED = "numbered"  # key in a preprocessing, true if whole numbers as targets are positions in ``Table.classes``
-TABLE = "table"  # key in a preprocessing: the Table that makes inputs of rows, as package.module:Class
 
 
 def pack_preprocessing(
     preprocessing: Any, prepare: Callable[[Any, Any], Any] | None, columns: Mapping[str, Sequence[str]]
-) -> JsonObject:
-    """Return a JSON object with the pickled ``preprocessing``, the name of ``prepare``, and ``columns``.
-
-    If ``preprocessing`` and ``prepare`` are None, the object is empty.
+) -> FittedObject:
+    """Return ``preprocessing`` (pickled), ``prepare`` and ``columns``. If the first two are None, nothing was fitted.
 
     Args:
         preprocessing: Any object that can be pickled.
@@ -35,7 +29,7 @@ def pack_preprocessing(
     """
     if prepare is None:
         if preprocessing is None:
-            return {}
+            return FittedObject()
         raise UserError("preprocessing: also pass prepare=, a function that uses it to make the inputs of new rows")
     spec = f"{prepare.__module__}:{getattr(prepare, '__qualname__', '')}"
     try:
@@ -43,7 +37,7 @@ def pack_preprocessing(
     except UserError:
         raise UserError(f"prepare={spec!r}: must be a function defined in a module") from None
     require_two_arguments(prepare, spec)
-    return {"prepare": spec, **pickle_for_json(preprocessing), "columns": columns}
+    return pickle_fitted_object(preprocessing, prepare=spec, columns=columns)
 
 
 def require_two_arguments(prepare: Callable[..., Any], spec: str) -> None:
@@ -54,8 +48,8 @@ def require_two_arguments(prepare: Callable[..., Any], spec: str) -> None:
         raise UserError(f"prepare={spec!r}: must accept (preprocessing, source)") from None
 
 
-def pickle_for_json(fitted: Any) -> JsonObject:
-    """Return a JSON object with an object's pickle in base64, its SHA-256, and the versions of installed packages.
+def pickle_fitted_object(fitted: Any, **fields: Any) -> FittedObject:
+    """Return an object as a FittedObject. ``fields`` are the fields about the user code and the columns.
 
     Raises:
         UserError: The object cannot be pickled.
@@ -66,4 +60,5 @@ def pickle_for_json(fitted: Any) -> JsonObject:
         fix = "replace lambdas and nested functions with functions defined in a module"
         raise UserError(f"preprocessing: cannot be pickled ({error}); {fix}") from error
     sha256 = hashlib.sha256(content).hexdigest()
-    return {"releases": list_releases(), "sha256": sha256, "pickle": base64.b64encode(content).decode()}
+    packed = base64.b64encode(content).decode()
+    return FittedObject(releases=list_releases(), sha256=sha256, pickle=packed, **fields)

@@ -11,7 +11,6 @@ from flyte_ddp.core.models.sidecar import Sidecar, read_sidecar
 from flyte_ddp.core.user_code.digest import normalize_code, parse_python
 from flyte_ddp.core.user_code.source import read_user_sources
 from flyte_ddp.core.user_code.stored import StoredSpec
-from flyte_ddp.models.preprocessing import TABLE
 
 
 def read_model_json(path: Path) -> Sidecar:
@@ -33,11 +32,12 @@ def use_stored_code_if_changed(sidecar: Sidecar) -> Sidecar:
     stored, returns the same sidecar. Reads the user's files, and puts the working directory on ``sys.path``.
     """
     sources, facts = sidecar.sources, {"model": sidecar.model, "objective": sidecar.objective}
-    hyperparameters, preprocessing = {**sidecar.hyperparameters}, {**sidecar.preprocessing}
+    hyperparameters = {**sidecar.hyperparameters}
+    fitted = {"prepare": sidecar.preprocessing.prepare, "table": sidecar.preprocessing.table}
     options = {of: {**given} for of, given in sidecar.options.items()}
     named: list[tuple[JsonObject, str]] = [(facts, "model"), (facts, "objective")]
     named += [(hyperparameters, "collate"), (hyperparameters, "sample")]
-    named += [(preprocessing, "prepare"), (preprocessing, TABLE)]
+    named += [(fitted, "prepare"), (fitted, "table")]
     if option := CODE_OPTIONS.get(sidecar.objective):
         named.append((options.get("objective", {}), option))
     own = [(values, key) for values, key in named if ":" in str(values.get(key, ""))] if sources else []
@@ -51,7 +51,7 @@ def use_stored_code_if_changed(sidecar: Sidecar) -> Sidecar:
         objective=facts["objective"],
         options=options,
         hyperparameters=hyperparameters,
-        preprocessing=preprocessing,
+        preprocessing=replace(sidecar.preprocessing, prepare=fitted["prepare"], table=fitted["table"]),
     )
 
 

@@ -56,13 +56,13 @@ def offer_data_on_host(hp: Hyperparameters, data: Path, cache_folder: Path) -> N
 
 def cached_data_folder(hp: Hyperparameters, digest: str, cache_folder: Path) -> Path:
     # Named by content, not by source. Prepared data of encoded images refer to addresses, so the addresses count, too.
-    name = digest_lines([digest, hp.dataset, hp.test_dataset]) if hp.encoded_kind else digest
+    name = digest_lines([digest, hp.dataset, hp.test_dataset]) if hp.data_kind.prefix else digest
     return cache_folder / "prepared" / name
 
 
 def read_prepared_digest(folder: Path) -> str:
     """Return the digest stored with prepared data, or "" if no digest can be read."""
     try:
-        return str(read_description(folder).get("digest", ""))
+        return read_description(folder).digest
     except (UserError, OSError):
         return ""

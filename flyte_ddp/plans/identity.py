@@ -29,11 +29,10 @@ def run_name(hp: Hyperparameters, data_fingerprint: str, trigger: str = "") -> s
     """
     parts = (hp.to_json(), data_fingerprint, *model_identity(hp).values(), trigger)
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
-    kind, _, address = hp.dataset.partition(":")
     data = hp.dataset.replace(":", ".")
-    if hp.encoded_kind:  # only the last part of an address
-        last = address.rstrip("/").rpartition("/")[2].removesuffix(".json")
-        data = f"{kind}.{re.sub(r'[^A-Za-z0-9_.-]+', '_', last)[:40]}"
+    if prefix := hp.data_kind.prefix:  # only the last part of an address
+        last = hp.dataset.removeprefix(f"{prefix}:").rstrip("/").rpartition("/")[2].removesuffix(".json")
+        data = f"{prefix}.{re.sub(r'[^A-Za-z0-9_.-]+', '_', last)[:40]}"
     return "-".join((data, hp.model.replace(":", "."), digest))
 
 
@@ -47,7 +46,7 @@ def checkpoint_identity(hp: Hyperparameters, data: Path) -> Identity:
         UserError: A module or ``init_from`` cannot be read.
     """
     values = {name: value for name, value in hp.to_dict().items() if name != "num_ranks"}
-    return Identity(values, data=read_description(data)["digest"], **model_identity(hp))
+    return Identity(values, data=read_description(data).digest, **model_identity(hp))
 
 
 def model_identity(hp: Hyperparameters) -> dict[str, str]:
@@ -75,7 +74,7 @@ def check_known_image_size(hp: Hyperparameters) -> None:
 
     Does nothing if the size of the images is not known yet.
     """
-    encoded = catalog.ENCODED_SIDE if hp.encoded_kind else 0
+    encoded = catalog.ENCODED_SIDE if hp.data_kind.encoded else 0
     chosen = catalog.choose_image_side(hp.image_size, catalog.find_torchvision_weights(hp.model, hp.init_from))
     if side := chosen or catalog.DATASETS.get(hp.dataset, encoded):
         catalog.check_image_size(hp.model, side, side)

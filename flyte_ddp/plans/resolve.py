@@ -29,7 +29,7 @@ def resolve(hp: Hyperparameters) -> TrainingPlan:
     """Return the plan of a training, with the callables that the hyperparameters name. User code is not imported."""
     optimizer = OptimizerSettings.from_hyperparameters(hp)
     if hp.grad_clip_norm < 0:
-        clipped = hp.model in catalog.SMALL_MODELS and hp.encoded_kind
+        clipped = hp.model in catalog.SMALL_MODELS and hp.data_kind.encoded
         optimizer = replace(optimizer, grad_clip_norm=PHOTO_CLIP_NORM if clipped else 0.0)
     options, own_code = hp.parse_options(), hp.list_user_callables("dataset")
     code_option = catalog.CODE_OPTIONS.get(hp.objective, "")

@@ -13,33 +13,35 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.core.checks.forms import check_form
 from flyte_ddp.core.errors import UserError
-from flyte_ddp.core.models.sidecar import LeavesInput, Sidecar
-from flyte_ddp.core.samples.leaves import Leaves, Ragged, get_leaves_form, map_leaves, name_leaves, restore_leaves
+from flyte_ddp.core.models.sidecar import FittedObject, LeavesInput, Sidecar
+from flyte_ddp.core.samples.leaves import (
+    Leaves,
+    Ragged,
+    count_samples,
+    get_leaves_form,
+    map_leaves,
+    name_leaves,
+    restore_leaves,
+)
 from flyte_ddp.core.user_code.callables import load_callable
 from flyte_ddp.core.user_code.source import translate_user_errors
-from flyte_ddp.core.user_code.stored import StoredSpec, import_stored_module
+from flyte_ddp.core.user_code.stored import find_sources, import_stored_module
 from flyte_ddp.datasets import columns
 from flyte_ddp.datasets.leaf_conversion import convert_inputs, convert_new_inputs, convert_ragged
 from flyte_ddp.datasets.rows import order_columns, take_rows
 from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.datasets.table import Table, make_table, prepare_copy, read_rows
-from flyte_ddp.models.preprocessing import TABLE, require_two_arguments
+from flyte_ddp.models.preprocessing import require_two_arguments
 from flyte_ddp.models.stored_code import read_model_json
-
-FITTED = {"pickle": str, "sha256": str, "releases": str, "rows?": list, "columns?": {str: list}}  # a form
 
 
 class StoredUnpickler(pickle.Unpickler):
-    """Loads classes from the stored modules of ``spec`` if ``spec`` is a :class:`StoredSpec`, and else by import.
-
-    A StoredSpec has sources of modules. Classes of other modules are imported, too.
-    """
+    """Loads classes from the stored sources of ``spec``, and classes of other modules by import."""
 
     def __init__(self, spec: str, content: bytes) -> None:
         super().__init__(io.BytesIO(content))
-        self.sources = spec.sources if isinstance(spec, StoredSpec) else {}
+        self.sources = find_sources(spec) or {}
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a class for the unpickler. Modules stored in ``model.json`` take precedence over installed modules."""
@@ -65,22 +67,22 @@ class Preprocessing:
     """A model's fitted object, with the user's code that makes inputs of rows."""
 
     fitted: Any
-    packed: Mapping[str, Any]  # as in model.json
+    packed: FittedObject  # as in model.json
     types: Mapping[str, str]  # of the model's inputs, by the leaf's name
 
     @property
     def error_prefix(self) -> str:
         """The beginning of error messages: which hyperparameter names the user's code."""
-        is_table = TABLE in self.packed
-        return f"dataset={self.packed[TABLE]!r}: prepare" if is_table else f"prepare={self.packed['prepare']!r}"
+        table, prepare = self.packed.table, self.packed.prepare
+        return f"dataset={table!r}: prepare" if table else f"prepare={prepare!r}"
 
     @cached_property
     def user_code(self) -> Any:
         """The user's Table, or the function prepare(preprocessing, source). Imported at the first use."""
-        if spec := self.packed.get(TABLE):
+        if spec := self.packed.table:
             return make_table(load_callable(spec), f"dataset={spec!r}")
-        prepare = load_callable(self.packed["prepare"])
-        require_two_arguments(prepare, self.packed["prepare"])
+        prepare = load_callable(self.packed.prepare)
+        require_two_arguments(prepare, self.packed.prepare)
         return prepare
 
     def prepare(self, rows: Any) -> Leaves:
@@ -97,7 +99,7 @@ class Preprocessing:
                 raises.
         """
         inputs, _ = convert_inputs(f"{self.error_prefix}: ", self._call_prepare(rows), None)
-        return self._cast(inputs)
+        return cast_leaves_if_exact(inputs, self.types)
 
     def read(self, source: Any) -> NewRows:
         """Read the rows of a new source, and make the model's inputs of them, by the user's code.
@@ -110,7 +112,7 @@ class Preprocessing:
         """
         rows = targets = None
         if isinstance(self.user_code, Table):
-            where = f"dataset={self.packed[TABLE]!r}: read({str(source)!r})"
+            where = f"dataset={self.packed.table!r}: read({str(source)!r})"
             with translate_user_errors(where):
                 rows, targets, given_ids = read_rows(self.user_code, source, where)
             given = self._call_prepare(rows)
@@ -121,18 +123,17 @@ class Preprocessing:
                 what = f"returned {type(returned).__name__}; must return (inputs, ids), where ids may be None"
                 raise UserError(f"{self.error_prefix}: {what}")
             given, given_ids = returned
-            given = columns.order_frames(f"{self.error_prefix}: inputs", given, self.packed.get("columns", {}))
+            given = columns.order_frames(f"{self.error_prefix}: inputs", given, self.packed.columns)
         inputs, ids = convert_new_inputs(f"{self.error_prefix}: ", given, given_ids)
         bad, named = dict[int, str](), name_leaves(given)
         for key, leaf in name_leaves(inputs).items():
             parts = (leaf.values, None, leaf.ends) if isinstance(leaf, Ragged) else (leaf, named[key])
             bad = {**columns.find_bad_rows(*parts), **bad}
-        samples = len(next(iter(name_leaves(inputs).values())))
-        places = np.setdiff1d(np.arange(samples), [*bad])
+        places = np.setdiff1d(np.arange(count_samples(inputs)), [*bad])
         if bad:
             inputs = map_leaves(lambda leaf: take_leaf_rows(leaf, places), inputs)
             rows, targets = (None if each is None else take_rows(each, places) for each in (rows, targets))
-        return NewRows(self._cast(inputs), places, bad, ids, rows, targets)
+        return NewRows(cast_leaves_if_exact(inputs, self.types), places, bad, ids, rows, targets)
 
     def _call_prepare(self, rows: Any) -> Any:
         """Call ``prepare`` of the user's Table with rows, and return the inputs.
@@ -145,14 +146,10 @@ class Preprocessing:
         if not isinstance(self.user_code, Table):
             problem = "the function reads a file and accepts no rows; derive the data set from flyte_ddp.Table"
             raise UserError(f"{self.error_prefix}: {problem}")
-        ordered = order_columns(rows, self.packed["rows"], self.error_prefix)
+        ordered = order_columns(rows, self.packed.rows, self.error_prefix)
         with translate_user_errors(self.error_prefix):
             given = prepare_copy(self.user_code, self.fitted, ordered)
-        return columns.order_frames(f"{self.error_prefix}: inputs", given, self.packed["columns"])
-
-    def _cast(self, inputs: Leaves) -> Leaves:
-        named = {name: cast_leaf_if_exact(leaf, self.types.get(name, "")) for name, leaf in name_leaves(inputs).items()}
-        return restore_leaves(get_leaves_form(inputs), named)
+        return columns.order_frames(f"{self.error_prefix}: inputs", given, self.packed.columns)
 
 
 def load_preprocessing(model_json: Path | str | Sidecar) -> Preprocessing:
@@ -169,23 +166,22 @@ def load_preprocessing(model_json: Path | str | Sidecar) -> Preprocessing:
             unpickled here.
     """
     sidecar = model_json if isinstance(model_json, Sidecar) else read_model_json(Path(model_json))
-    if not (packed := sidecar.preprocessing):
+    packed = sidecar.preprocessing
+    if not packed.pickle:
         fix = "derive the data set from flyte_ddp.Table and train again, or predict a dataset"
         raise UserError(f"the model has no preprocessing; {fix}")
-    form = FITTED | ({TABLE: str, "rows": list} if TABLE in packed else {"prepare": str})
-    check_form(packed, form, "the preprocessing in model.json is damaged, so copy the file from the run again")
     try:
-        content = base64.b64decode(packed["pickle"])
+        content = base64.b64decode(packed.pickle)
     except ValueError:
         content = b""
-    if hashlib.sha256(content).hexdigest() != packed["sha256"]:
+    if hashlib.sha256(content).hexdigest() != packed.sha256:
         raise UserError("the preprocessing in model.json is damaged; copy the file from the run again")
     try:
-        fitted = StoredUnpickler(packed.get(TABLE) or packed["prepare"], content).load()
+        fitted = StoredUnpickler(packed.table or packed.prepare, content).load()
     except Exception as error:  # user-defined objects may raise anything
         raise UserError(
             f"the preprocessing in model.json cannot be read here ({type(error).__name__}: {error}); it was saved with "
-            f"{packed['releases']}, and needs the modules that define its objects"
+            f"{packed.releases}, and needs the modules that define its objects"
         ) from error
     leaves = sidecar.input.leaves if isinstance(sidecar.input, LeavesInput) else {}
     return Preprocessing(fitted, packed, {name: leaf.dtype for name, leaf in leaves.items()})
@@ -204,9 +200,7 @@ def read_new_rows(sidecar: Sidecar, source: Any) -> tuple[Leaves, NDArray[np.str
     preprocessing = load_preprocessing(sidecar)
     new = preprocessing.read(source)
     for row, reason in new.bad.items():
-        called = "" if new.ids is None else f" (id {str(new.ids[row])!r})"
-        fix = "replace missing or infinite values, for example with scikit-learn's SimpleImputer, or remove the row"
-        raise UserError(f"{preprocessing.error_prefix}: inputs: row {row}{called}: {reason}; {fix}")
+        raise columns.bad_row_error(f"{preprocessing.error_prefix}: inputs", row, reason, new.ids)
     return new.inputs, new.ids
 
 
@@ -220,19 +214,22 @@ def prepare_test_inputs(sidecar: Sidecar, data: SampleArrays) -> SampleArrays:
         UserError: Another preprocessing made the inputs, and the data set has no rows. The user's code raises.
     """
     mine, theirs = sidecar.preprocessing, data.preprocessing
-    by_table = TABLE in mine and bool(data.rows)
-    same = [mine.get(key) for key in ("sha256", TABLE)] == [theirs.get(key) for key in ("sha256", TABLE)]
-    if same and not (by_table and isinstance(mine[TABLE], StoredSpec)):
+    by_table = bool(mine.table and data.rows)
+    same = (mine.sha256, mine.table) == (theirs.sha256, theirs.table)
+    if same and not (by_table and find_sources(mine.table)):
         return data
     if not by_table:
-        kinds = ["Table's preprocessing" if TABLE in each else "preprocessing" for each in (theirs, mine)]
-        pairs = zip(kinds, (theirs, mine), strict=True)
-        fits = [f"{kind} {each['sha256'][:12]}" if each else "no preprocessing" for kind, each in pairs]
-        problem = f"its inputs were made with {fits[0]}, but the model was trained with {fits[1]}"
+        problem = f"its inputs were made with {theirs.describe()}, but the model was trained with {mine.describe()}"
         fix = "derive the data set from flyte_ddp.Table, which prepares inputs for each model, and train again"
         raise UserError(f"dataset={data.name!r}: {problem}; {fix}")
     inputs = load_preprocessing(sidecar).prepare(data.load_rows("test"))
     return replace(data, train_inputs=inputs, test_inputs=inputs, preprocessing=mine)
+
+
+def cast_leaves_if_exact(inputs: Leaves, types: Mapping[str, str]) -> Leaves:
+    """Return leaves in ``types``, which has types by name. A leaf is not converted if a value would change."""
+    named = {name: cast_leaf_if_exact(leaf, types.get(name, "")) for name, leaf in name_leaves(inputs).items()}
+    return restore_leaves(get_leaves_form(inputs), named)
 
 
 def cast_leaf_if_exact(leaf: Any, dtype: str) -> Any:

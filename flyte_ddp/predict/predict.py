@@ -231,7 +231,7 @@ class Predictor:
         if self.ranking:
             chosen = np.argsort([-score for _, _, score in facts.values()], kind="stable")[:PICTURES]  # NaN last
         images = restore_images(batch.inputs, chosen, spec)
-        columns = self.model.sidecar.preprocessing.get("columns", {})
+        columns = self.model.sidecar.preprocessing.columns
         inputs = list_inputs(batch.inputs, columns, batch.rows)
         places = [*facts]
         for at, image in zip(chosen.tolist(), images, strict=False):

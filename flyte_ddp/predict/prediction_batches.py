@@ -15,22 +15,15 @@ from flyte_ddp.core.loading.loader_threads import limit_to_one_thread
 from flyte_ddp.core.lookahead import map_in_threads
 from flyte_ddp.core.machine.resources import count_cores
 from flyte_ddp.core.models import saving
-from flyte_ddp.core.models.inputs import InputSpec, LeavesSpec, prepare_inputs, translate_input_errors
+from flyte_ddp.core.models.inputs import InputSpec, prepare_inputs, translate_input_errors
 from flyte_ddp.core.models.sidecar import MIDDLE
 from flyte_ddp.core.objectives.objective import convert_float_tensors, map_float_tensors
-from flyte_ddp.core.samples.leaves import (
-    IGNORED,
-    Leaves,
-    call_with_leaves,
-    get_leaves_form,
-    name_leaves,
-    restore_leaves,
-)
+from flyte_ddp.core.samples.leaves import IGNORED, Leaves, call_with_leaves
 from flyte_ddp.core.settings import Settings
 from flyte_ddp.datasets.collate import STACKED
 from flyte_ddp.datasets.encoded import cropping
 from flyte_ddp.datasets.encoded.decoding import DecodingError, decode_image, decode_with_pillow
-from flyte_ddp.datasets.encoded.image_folder import SUFFIXES, is_image, list_visible_files
+from flyte_ddp.datasets.encoded.image_list import SUFFIXES, is_image, list_visible_files
 from flyte_ddp.datasets.encoded.samples import BadSamples
 from flyte_ddp.datasets.prepared_set import Opening, PreparedSet
 from flyte_ddp.datasets.rows import MISSING, normalize_columns
@@ -38,7 +31,7 @@ from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.datasets.table import UNKNOWN
 from flyte_ddp.models import artifacts
 from flyte_ddp.objectives import make_objective_of_saved_model
-from flyte_ddp.predict.new_rows import cast_leaf_if_exact, prepare_test_inputs
+from flyte_ddp.predict.new_rows import cast_leaves_if_exact, prepare_test_inputs
 
 WHOLE_NUMBERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 BATCH_SIZE = 500  # images in memory at a time, by default
@@ -217,8 +210,10 @@ def read_prepared_batches(
     spec, bad = model.spec, BadSamples(model.bad_samples) if bad is None else bad
     if data.crop and not (isinstance(spec, InputSpec) and spec.channels == 3 and spec.height == spec.width):
         raise model.unfit_data_error(f"dataset={data.name!r}: has colour images, which are cropped to squares")
-    if isinstance(data, SampleArrays) and isinstance(spec, LeavesSpec):
-        data = cast_inputs_if_exact(data, spec)
+    if isinstance(data, SampleArrays):
+        types = {name: leaf.dtype for name, leaf in spec.leaves}
+        train, test = (cast_leaves_if_exact(inputs, types) for inputs in (data.train_inputs, data.test_inputs))
+        data = replace(data, train_inputs=train, test_inputs=test)
     names = [*data.classes] or ([] if data.named_targets else model.classes)
     split, found = data.open_test_split(model.make_test_opening(len(names), bad))
     if not spec.accepts(found):
@@ -245,19 +240,6 @@ def read_prepared_batches(
             ids, inputs = keys or [*map(str, samples)], prepare_inputs(loaded, spec)
             of_rows = {name: values[samples] for name, values in rows.items()}
             yield Batch(ids, truths or None, decoded, inputs, others, of_rows)
-
-
-def cast_inputs_if_exact(data: SampleArrays, spec: LeavesSpec) -> SampleArrays:
-    """Return a data set with inputs of the model's types. An array is not converted if a value would change."""
-    types = {name: leaf.dtype for name, leaf in spec.leaves}
-    sides = {
-        side: restore_leaves(
-            get_leaves_form(leaves),
-            {name: cast_leaf_if_exact(leaf, types.get(name, "")) for name, leaf in name_leaves(leaves).items()},
-        )
-        for side, leaves in (("train_inputs", data.train_inputs), ("test_inputs", data.test_inputs))
-    }
-    return replace(data, **sides)
 
 
 def reorder_targets(model: SavedModel, dataset: str, names: Sequence[str], targets: Leaves) -> Leaves:

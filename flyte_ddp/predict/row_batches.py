@@ -13,7 +13,6 @@ from flyte_ddp.datasets.encoded.samples import BadSamples
 from flyte_ddp.datasets.rows import MISSING
 from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.datasets.table import name_targets, number_names
-from flyte_ddp.models.preprocessing import NUMBERED
 from flyte_ddp.predict.new_rows import load_preprocessing
 from flyte_ddp.predict.prediction_batches import Batch, SavedModel, mask_undecoded_targets, read_prepared_batches
 
@@ -89,7 +88,7 @@ def convert_new_targets(model: SavedModel, targets: Any, table: str) -> tuple[An
     values, classes = np.asarray(targets), tuple(model.classes)
     if values.ndim != 1 or not classes:
         return np.ascontiguousarray(values, dtype=np.float32), classes
-    declared = classes if model.sidecar.preprocessing.get(NUMBERED) else ()
+    declared = classes if model.sidecar.preprocessing.numbered else ()
     named = name_targets(values, declared, table)
     if unknown := sorted({*named.tolist()}.difference(classes, [MISSING])):
         raise UserError(f"{table}: the target {unknown[0]!r} is not a class of the model ({join_first(classes)})")

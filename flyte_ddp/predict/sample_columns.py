@@ -51,7 +51,7 @@ def compute_sample_columns(
         given = name_leaves(without_mask)
         leaves = {name: given[name].cpu() for name, _ in spec.leaves if isinstance(given[name], Tensor)}
         found, shapes = {}, {name: leaf.shape for name, leaf in spec.leaves}
-        columns = model.sidecar.preprocessing.get("columns", {})  # of frames
+        columns = model.sidecar.preprocessing.columns  # of frames
         for name, leaf in leaves.items():
             varies = shapes[name][:1] == (None,)
             found |= compute_tensor_columns(f"input {name}".rstrip(), leaf, columns.get(name, ()), varies=varies)

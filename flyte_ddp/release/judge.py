@@ -7,7 +7,7 @@ from pathlib import Path
 from flyte_ddp.core.settings import Settings
 from flyte_ddp.core.text.formatting import format_measure, name_measure
 from flyte_ddp.datasets.prepared import open_prepared
-from flyte_ddp.datasets.prepared_folder import TEST_DIGEST, read_description
+from flyte_ddp.datasets.prepared_folder import read_description
 from flyte_ddp.export.exporting import Comparison, export_onnx_if_equal
 from flyte_ddp.export.graphs import NotExportedError
 from flyte_ddp.predict.prediction_batches import SavedModel
@@ -64,7 +64,7 @@ def judge_challenger(
         champion=entry.version if entry else "",
         best=entry.best if entry else "",
         log_number=entry.number if entry else 0,
-        test_digest=str(read_description(data)[TEST_DIGEST]),
+        test_digest=read_description(data).test_digest,
         measure=model.objective.main_measure,
         changes=[*changes],
         time=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",

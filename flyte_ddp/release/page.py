@@ -136,7 +136,7 @@ def read_test_samples(
         For an image, the pixels uint8 [H, W, C] and {}. For other samples, None and the inputs as texts by column.
     """
     model, found, start = judgement.model, dict[int, tuple[NDArray[np.uint8] | None, dict[str, str]]](), 0
-    columns = model.sidecar.preprocessing.get("columns", {})
+    columns = model.sidecar.preprocessing.columns
     with closing(read_test_batches(model, judgement.data)) as batches:
         for batch in batches:
             if start > max(wanted, default=-1):

@@ -30,7 +30,7 @@ def check_policy(policy: Policy, hp: Hyperparameters, profile: DataProfile, test
             a call for each sample, and the test split has more than 20,000 samples. The objective cannot be made.
     """
     samples = profile.test.samples
-    if policy.slices and hp.encoded_kind:
+    if policy.slices and hp.data_kind.encoded:
         read_slices(policy.slices)
     elif policy.slices:
         group_by_slice(policy.slices, test_ids or [*map(str, range(samples))], ())

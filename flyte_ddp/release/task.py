@@ -24,14 +24,14 @@ class Task:
 
     @classmethod
     def from_sidecar(cls, sidecar: Sidecar) -> "Task":
-        rows = sidecar.preprocessing.get("rows")
+        rows = sidecar.preprocessing.rows
         return cls(
             objective=sidecar.objective,
             objective_options=sidecar.options.get("objective", {}),
             target_shape=sidecar.target_shape or [],
             classes=sidecar.classes,
             positive_class=name_positive_class(sidecar),
-            input=sidecar.input.describe() if rows is None else f"rows of {', '.join(sorted(rows))}",
+            input=sidecar.input.describe() if not rows else f"rows of {', '.join(sorted(rows))}",
         )
 
     def list_changes(self, before: "Task") -> list[str]:
@@ -55,7 +55,7 @@ def has_same_preprocessing(one: Sidecar, other: Sidecar) -> bool:
 
     Equal data count, because pickles of equal objects may differ, for instance of sets of texts.
     """
-    fits = [sidecar.preprocessing.get("sha256", "") for sidecar in (one, other)]
+    fits = [sidecar.preprocessing.sha256 for sidecar in (one, other)]
     return bool(fits[0] == fits[1] or one.digests.data == other.digests.data != "")
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.config import FIELDS_WITH_OPTIONS, Hyperparameters
 from flyte_ddp.core.checks.fields import LARGEST_INT, CheckedFields, setting, short_repr
-from flyte_ddp.core.checks.forms import has_outer_form
 from flyte_ddp.core.checks.parsing import JsonObject, parse_json, parse_yaml_number
+from flyte_ddp.core.checks.records import has_outer_form
 from flyte_ddp.core.errors import UserError, require_extra, unknown_name_error
 
 if TYPE_CHECKING:

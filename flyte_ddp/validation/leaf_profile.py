@@ -154,7 +154,7 @@ def measure_arrays(data: SampleArrays, side: str, profile: DataProfile) -> Itera
     """
     inputs, targets = (name_leaves(getattr(data, f"{side}_{kind}")) for kind in ("inputs", "targets"))
     samples: int = getattr(data, f"{side}_samples")
-    read, names = read_row_columns(data, side), data.preprocessing.get("columns", {})
+    read, names = read_row_columns(data, side), data.preprocessing.columns
     size = sum(leaf.nbytes for leaf in (*inputs.values(), *targets.values()))
     step = min(ROWS, max(1, ROW_BYTES * samples // max(1, size)))
     for start in range(0, samples, step):

@@ -15,7 +15,7 @@ from flyte_ddp.core.errors import UserError
 from flyte_ddp.datasets import image_arrays, open_arrays, open_prepared
 from flyte_ddp.datasets import images as module
 from flyte_ddp.datasets.images import channel_mean_and_std
-from flyte_ddp.datasets.prepared_folder import write_prepared_set
+from flyte_ddp.datasets.prepared_set import write_prepared_set
 from flyte_ddp.datasets.sample_arrays import PARTS, arrays_sha256
 
 

@@ -76,7 +76,7 @@ def test_tables_are_taken_with_their_columns_by_name(library: str) -> None:
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
-        ({"a": [1.0] * N, "b": [None, 1, 2, 3, 4]}, "row 0, column 'b', is nan; replace"),
+        ({"a": [1.0] * N, "b": [None, 1, 2, 3, 4]}, "row 0: column 'b' is nan; replace"),
         (TEXTS, "column 'name' has texts, and must be numbers; .*OrdinalEncoder"),
         (DAYS, "column 'day' has dates, and must be numbers; convert them to days"),
         ({"v": ROWS}, "column 'v' has lists, and must be numbers; .* a separate input"),

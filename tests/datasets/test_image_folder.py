@@ -18,7 +18,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import UnreachableError, UserError
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.datasets.encoded import decoding
-from flyte_ddp.datasets.encoded.image_folder import SUFFIXES, list_images
+from flyte_ddp.datasets.encoded.image_list import SUFFIXES, list_images
 from flyte_ddp.datasets.prepared import check_prepared_set
 from flyte_ddp.shards.index import read_index
 

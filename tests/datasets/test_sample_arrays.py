@@ -24,7 +24,8 @@ from flyte_ddp.datasets.collate import collate_samples
 from flyte_ddp.datasets.custom import arrays_from_result
 from flyte_ddp.datasets.items import Items
 from flyte_ddp.datasets.prepared import check_prepared_set
-from flyte_ddp.datasets.prepared_folder import read_description, write_prepared_set
+from flyte_ddp.datasets.prepared_folder import read_description
+from flyte_ddp.datasets.prepared_set import write_prepared_set
 from flyte_ddp.datasets.sample_arrays import SampleArrays, arrays_sha256, open_arrays
 
 
@@ -113,7 +114,7 @@ def test_the_digest_changes_with_everything_that_it_covers(tmp_path: Path) -> No
         folder = tmp_path / f"{len([*tmp_path.iterdir()])}"
         kept = keep(data, folder)
         assert kept.digest == arrays_sha256(kept) == arrays_sha256(data)
-        return kept.digest, str(read_description(folder)["test_digest"])
+        return kept.digest, read_description(folder).test_digest
 
     other_numbers = NUMBERS.copy()
     other_numbers[3, 1] += 1
@@ -274,10 +275,10 @@ IDS = [f"customer {row}" for row in range(N)]
 @pytest.mark.parametrize(
     ("train", "test", "words"),
     [
-        (pair(Table(MISSING)), pair(NUMBERS), "^train_inputs: row 4, column 'income', is nan; replace"),
-        (pair(NUMBERS), (MISSING, CLASSES, IDS), r"^test_inputs: row 4 \(id 'customer 4'\), column 1, is nan"),
-        (pair({"a": [0.0, 1.0, np.inf] * 2}), pair({"a": [0.0] * N}), r"^train_inputs\['a'\]: row 2 is inf"),
-        (pair(Table(WITH_NONE)), pair(NUMBERS), "^train_inputs: row 0, column 'income', is nan"),
+        (pair(Table(MISSING)), pair(NUMBERS), "^train_inputs: row 4: column 'income' is nan; replace"),
+        (pair(NUMBERS), (MISSING, CLASSES, IDS), r"^test_inputs: row 4 \(id 'customer 4'\): column 1 is nan"),
+        (pair({"a": [0.0, 1.0, np.inf] * 2}), pair({"a": [0.0] * N}), r"^train_inputs\['a'\]: row 2: inf"),
+        (pair(Table(WITH_NONE)), pair(NUMBERS), "^train_inputs: row 0: column 'income' is nan"),
         (pair(Table(WITH_TEXT)), pair(NUMBERS), "^train_inputs: column 'city' has texts, .*OrdinalEncoder"),
         (pair(NUMBERS, np.array(list("ababab"), object)), pair(NUMBERS), "^train_targets: has texts, and must be numb"),
         (pair(Table(DATES)), pair(NUMBERS), "^train_inputs: column 'city' has dates, .*convert them to days"),
@@ -316,5 +317,5 @@ def test_ids_and_preprocessing_are_kept(tmp_path: Path) -> None:
     assert kept.train_ids is not None
     assert kept.train_ids.tolist() == IDS
     assert kept.test_ids is None
-    assert pickle.loads(base64.b64decode(kept.preprocessing["pickle"])) == {"mean": 2}
-    assert kept.preprocessing["prepare"] == f"{__name__}:pair"
+    assert pickle.loads(base64.b64decode(kept.preprocessing.pickle)) == {"mean": 2}
+    assert kept.preprocessing.prepare == f"{__name__}:pair"

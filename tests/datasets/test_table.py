@@ -44,7 +44,7 @@ def test_the_library_fits_to_the_training_rows_and_prepares_both_sides(tmp_path:
         assert getattr(found, f"{side}_ids").tolist() == [ids[at] for at in places]
         assert found.load_rows(side)["plan"].tolist() == rows["plan"][places].tolist()
     assert found.classes == ("no", "yes")
-    assert found.preprocessing["rows"] == ["plan", "size"]
+    assert found.preprocessing.rows == ["plan", "size"]
 
 
 def test_ids_keep_their_side_when_rows_come_and_go() -> None:
@@ -242,5 +242,5 @@ def test_texts_of_any_length_are_rows(tmp_path: Path) -> None:
     assert found.train_samples + found.test_samples == 40
     texts = found.load_rows("test")
     assert [len(found.test_inputs[place]) for place in range(len(texts))] == [len(text.split()) for text in texts]
-    assert json.loads(json.dumps(found.preprocessing))["rows"] == ["row"]
+    assert json.loads(json.dumps(found.preprocessing.to_json_value()))["rows"] == ["row"]
     assert own_tables.Plans is Plans

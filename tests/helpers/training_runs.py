@@ -17,7 +17,7 @@ from flyte_ddp.core.text.json_lines import read_records
 from flyte_ddp.core.training import train as training
 from flyte_ddp.core.training.recording import StepSums
 from flyte_ddp.core.training.training_state import TrainingState
-from flyte_ddp.datasets.prepared_folder import write_prepared_set
+from flyte_ddp.datasets.prepared_set import write_prepared_set
 from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.run import Result, run_training
 

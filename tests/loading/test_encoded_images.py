@@ -22,7 +22,7 @@ from flyte_ddp.core.loading.worker_sources import WorkerImages
 from flyte_ddp.core.loading.workers import LoaderPool, start_loader_pool
 from flyte_ddp.core.order.sampling import ListedOrder
 from flyte_ddp.core.order.shard_order import ShardOrder, ShardSplits
-from flyte_ddp.datasets.encoded.image_folder import list_images
+from flyte_ddp.datasets.encoded.image_list import list_images
 from flyte_ddp.datasets.encoded.opening import start_pool
 from flyte_ddp.datasets.encoded.readers import Encoded, FileReader, ImageReader, ShardImages
 from flyte_ddp.datasets.encoded.samples import BadSamples, EncodedSamples

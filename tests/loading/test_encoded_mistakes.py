@@ -16,7 +16,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.runs.run_folder import OUTPUTS
 from flyte_ddp.datasets import fetch
-from flyte_ddp.datasets.encoded.image_folder import list_images
+from flyte_ddp.datasets.encoded.image_list import list_images
 from flyte_ddp.datasets.packing import pack_image_folder
 from flyte_ddp.run import run_training
 

@@ -25,7 +25,7 @@ from flyte_ddp.core.loading.workers import LoaderPool
 from flyte_ddp.core.machine.process import list_children, list_living_trees
 from flyte_ddp.core.order.sampling import ListedOrder
 from flyte_ddp.core.training import train as training
-from flyte_ddp.datasets.encoded.image_folder import list_images
+from flyte_ddp.datasets.encoded.image_list import list_images
 from flyte_ddp.datasets.encoded.readers import Encoded, FileReader
 from flyte_ddp.datasets.encoded.samples import BadSamples, EncodedSamples
 

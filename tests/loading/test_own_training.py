@@ -23,7 +23,6 @@ from flyte_ddp.core.errors import RankError, UserError
 from flyte_ddp.core.loading.split import Splits
 from flyte_ddp.core.training.objective_setup import build_objective
 from flyte_ddp.datasets import fetch, open_prepared
-from flyte_ddp.datasets.prepared import order_and_open_splits
 from flyte_ddp.plans.opened_data import OpenedData
 from flyte_ddp.plans.resolve import detect_hardware, resolve
 from flyte_ddp.predict.prediction_batches import SavedModel
@@ -72,9 +71,8 @@ def train_digits(digits: Path, tmp_path: Path) -> Train:
 
 def open_all(hp: Hyperparameters, folder: Path, workers: int = 2) -> Splits:
     data = fetch(hp.dataset, "", folder / "data", sample=hp.sample, progress="off")
-    return order_and_open_splits(
-        open_prepared(data), hp, detect_hardware(hp), torch.device("cpu"), quiet(folder, loaders=workers)
-    )
+    opened = OpenedData(hp, open_prepared(data))
+    return opened.open_splits(detect_hardware(hp), torch.device("cpu"), quiet(folder, loaders=workers))
 
 
 def test_masks_are_cropped_and_mirrored_with_their_images(photos: Path, tmp_path: Path, monkeypatch) -> None:

@@ -25,7 +25,7 @@ from flyte_ddp import arrays
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import RankError, UserError
 from flyte_ddp.datasets import fetch, open_prepared
-from flyte_ddp.datasets.prepared import order_and_open_splits
+from flyte_ddp.plans.opened_data import OpenedData
 from flyte_ddp.plans.resolve import detect_hardware
 from flyte_ddp.shards.scanning import create_index
 from flyte_ddp.validation.profiling import compute_profile
@@ -56,7 +56,7 @@ def prepare(name: str, folder: Path, source: str = "") -> Path:
 def load_all(name: str, hp: Hyperparameters, folder: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return the batches of two epochs, of the validation and of the test split."""
     data = open_prepared(prepare(name, folder))
-    splits = order_and_open_splits(data, hp, detect_hardware(hp), torch.device("cpu"), quiet(folder, loaders=2))
+    splits = OpenedData(hp, data).open_splits(detect_hardware(hp), torch.device("cpu"), quiet(folder, loaders=2))
     with closing(splits):
         training = [
             splits.training.load_batch(samples, epoch)

@@ -32,7 +32,7 @@ from flyte_ddp.datasets.encoded.streams import (
     read_shard_samples,
 )
 from flyte_ddp.datasets.packing import pack_source
-from flyte_ddp.datasets.prepared import order_and_open_splits
+from flyte_ddp.plans.opened_data import OpenedData
 from flyte_ddp.plans.resolve import detect_hardware
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.shards.cache import ShardCache
@@ -204,4 +204,4 @@ def test_weights_are_refused_before_a_rank_starts_and_more_readers_than_shards_b
             train(hp, tmp_path / "without", loaders=1, launch=launch)
     data = open_prepared(fetch(hp.dataset, "", tmp_path / "data", progress="off"))
     with pytest.raises(UserError, match="has 16 training shards for 1 ranks x 17 workers"):
-        order_and_open_splits(data, hp, detect_hardware(hp), torch.device("cpu"), quiet(tmp_path, loaders=17))
+        OpenedData(hp, data).open_splits(detect_hardware(hp), torch.device("cpu"), quiet(tmp_path, loaders=17))

@@ -22,7 +22,7 @@ from training_runs import QUIET, train_in
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.models.sidecar import read_sidecar
 from flyte_ddp.datasets import SampleArrays, open_arrays
-from flyte_ddp.datasets.prepared_folder import write_prepared_set
+from flyte_ddp.datasets.prepared_set import write_prepared_set
 from flyte_ddp.models.artifacts import load_model
 from flyte_ddp.objectives import make_objective_of_saved_model
 from flyte_ddp.report.page import color_table

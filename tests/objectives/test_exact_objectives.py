@@ -29,7 +29,7 @@ from flyte_ddp.core.training.evaluate import compute_split_columns, measure_spli
 from flyte_ddp.core.training.train import compute_gradients
 from flyte_ddp.datasets import open_arrays, open_prepared
 from flyte_ddp.datasets.on_demand_set import OnDemandSet
-from flyte_ddp.datasets.prepared_folder import write_prepared_set
+from flyte_ddp.datasets.prepared_set import write_prepared_set
 from flyte_ddp.models import zoo
 from flyte_ddp.plans.resolve import detect_hardware
 

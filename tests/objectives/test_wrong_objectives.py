@@ -20,7 +20,7 @@ from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.text.json_lines import read_records
 from flyte_ddp.datasets import SampleArrays, image_arrays
 from flyte_ddp.datasets.prepared import check_prepared_set
-from flyte_ddp.datasets.prepared_folder import write_prepared_set
+from flyte_ddp.datasets.prepared_set import write_prepared_set
 from flyte_ddp.objectives import HIGHER, Classification, Facts
 
 OWN = "test_wrong_objectives:"

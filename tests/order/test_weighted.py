@@ -17,7 +17,7 @@ from flyte_ddp.core.order.sampling import Indices, ListedOrder
 from flyte_ddp.core.order.weighted import compute_inverse_class_counts, make_custom_order, make_weighted_order
 from flyte_ddp.datasets import image_arrays, open_arrays, open_prepared
 from flyte_ddp.datasets.prepared import apply_sampling, check_prepared_set, count_training_classes
-from flyte_ddp.datasets.prepared_folder import write_prepared_set
+from flyte_ddp.datasets.prepared_set import write_prepared_set
 
 pytestmark = pytest.mark.usefixtures("user_models")
 

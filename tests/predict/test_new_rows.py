@@ -201,7 +201,7 @@ def test_a_fitted_object_has_the_code_of_the_training(tmp_path: Path, monkeypatc
     module = importlib.import_module("own_scale")
     packed = pack_preprocessing(module.Scale(), module.prepare, {})
     (tmp_path / "own_scale.py").write_text(FITTED.format(factor=7).replace("apply", "scale"))
-    stored = StoredSpec(packed["prepare"], {"own_scale.py": FITTED.format(factor=3)})
+    stored = StoredSpec(packed.prepare, {"own_scale.py": FITTED.format(factor=3)})
     monkeypatch.delitem(sys.modules, "own_scale")
-    inputs, _ = read_new_rows(make_sidecar(preprocessing={**packed, "prepare": stored}), np.ones((2, 1)))
+    inputs, _ = read_new_rows(make_sidecar(preprocessing=replace(packed, prepare=stored)), np.ones((2, 1)))
     assert inputs.tolist() == [[3.0], [3.0]]

@@ -26,7 +26,7 @@ from flyte_ddp.core.models import saving
 from flyte_ddp.core.models.inputs import InputSpec
 from flyte_ddp.core.models.sidecar import MIDDLE
 from flyte_ddp.datasets.images import image_arrays
-from flyte_ddp.datasets.prepared_folder import write_prepared_set
+from flyte_ddp.datasets.prepared_set import write_prepared_set
 from flyte_ddp.objectives import Classification, Facts
 from flyte_ddp.predict.predict import (
     format_csv_cell,

@@ -15,8 +15,7 @@ from training_runs import QUIET
 from flyte_ddp import arrays
 from flyte_ddp.core.models.inputs import LeafSpec, LeavesSpec
 from flyte_ddp.core.settings import Settings
-from flyte_ddp.datasets.prepared_folder import write_prepared_set
-from flyte_ddp.datasets.prepared_set import Opening
+from flyte_ddp.datasets.prepared_set import Opening, write_prepared_set
 from flyte_ddp.datasets.sample_arrays import SampleArrays
 
 TEXTS = [[1, 2, 3], [4], [5, 6]]

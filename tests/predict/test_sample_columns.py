@@ -12,6 +12,7 @@ from sidecars import make_sidecar
 
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.models.inputs import InputSpec, LeafSpec, LeavesSpec, prepare_inputs
+from flyte_ddp.core.models.sidecar import FittedObject
 from flyte_ddp.datasets.collate import collate_samples
 from flyte_ddp.objectives import Facts, make_objective
 from flyte_ddp.predict.sample_columns import (
@@ -52,7 +53,7 @@ def test_a_table_has_its_columns_or_if_those_are_many_the_rows_mean_and_deviatio
     few, many = RANDOM.normal(size=(2, 5, 80))
     inputs = {"few": torch.tensor(few[:, :2]), "many": torch.tensor(many), "one": torch.arange(5)}
     spec = leaves_spec(few=LeafSpec((2,), "float"), many=LeafSpec((80,), "float"), one=LeafSpec((), "int64"))
-    found = describe(spec, inputs, preprocessing={"columns": {"few": ["age", "height"]}})
+    found = describe(spec, inputs, preprocessing=FittedObject(columns={"few": ["age", "height"]}))
     np.testing.assert_array_equal(found["input few age"], few[:, 0])
     np.testing.assert_array_equal(found["input few height"], few[:, 1])
     np.testing.assert_allclose(found["input many mean"], many.mean(1))
@@ -195,7 +196,7 @@ def test_a_reference_has_up_to_5000_samples_and_any_names(tmp_path: Path, sample
 def test_an_output_with_the_name_of_an_input_is_refused() -> None:
     objective = make_objective("regression", Facts(target_shape=(2,)), {})
     objective.answers = lambda outputs: {"input age": outputs[:, 0].tolist()}  # type: ignore[method-assign]
-    spec, named = leaves_spec(few=LeafSpec((1,), "float")), {"columns": {"few": ["age"]}}
+    spec, named = leaves_spec(few=LeafSpec((1,), "float")), FittedObject(columns={"few": ["age"]})
     inputs = {"few": torch.zeros(5, 1)}
     assert [*describe(spec, inputs, objective=objective, preprocessing=named)] == ["input few age", "input age"]
     objective.answers = lambda outputs: {"input few age": outputs[:, 0].tolist()}  # type: ignore[method-assign]

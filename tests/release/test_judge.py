@@ -20,8 +20,7 @@ from flyte_ddp.core.errors import UnreachableError, UserError, install_hint
 from flyte_ddp.core.models.saving import save_model
 from flyte_ddp.core.models.sidecar import Sidecar
 from flyte_ddp.datasets import image_arrays, open_arrays
-from flyte_ddp.datasets.prepared_folder import write_prepared_set
-from flyte_ddp.datasets.prepared_set import PreparedSet
+from flyte_ddp.datasets.prepared_set import PreparedSet, write_prepared_set
 from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.release import champion, judge
 from flyte_ddp.release.evaluation import Evaluation, evaluate_split

@@ -14,7 +14,7 @@ from training_runs import QUIET, train_in
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.text.formatting import format_measure
 from flyte_ddp.datasets import fetch
-from flyte_ddp.datasets.prepared_folder import write_prepared_set
+from flyte_ddp.datasets.prepared_set import write_prepared_set
 from flyte_ddp.release.page import describe_reason, write_verdict_page
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.promotion import promote_version, store_version

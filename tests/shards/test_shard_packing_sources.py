@@ -13,7 +13,7 @@ from surroundings import object_stores
 
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.datasets import open_arrays
-from flyte_ddp.datasets.encoded.image_folder import list_images
+from flyte_ddp.datasets.encoded.image_list import list_images
 from flyte_ddp.datasets.packing import pack_image_folder, pack_source
 from flyte_ddp.shards.dataset import ShardDataset
 from flyte_ddp.shards.packing import pack_samples

@@ -21,7 +21,7 @@ from flyte_ddp.core.text.json_lines import read_records
 from flyte_ddp.core.training import trial
 from flyte_ddp.datasets.custom import CustomSet
 from flyte_ddp.datasets.on_demand_set import OnDemand
-from flyte_ddp.datasets.prepared_folder import write_prepared_set
+from flyte_ddp.datasets.prepared_set import write_prepared_set
 from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.objectives import HIGHER, Classification, Facts, Objective
 from flyte_ddp.run import Result

@@ -15,7 +15,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.loading import workers
 from flyte_ddp.datasets import arrays, fetch
-from flyte_ddp.datasets.prepared_folder import write_prepared_set
+from flyte_ddp.datasets.prepared_set import write_prepared_set
 from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.validation.leaf_profile import count_by_range, describe_range
 from flyte_ddp.validation.profile import DataProfile, render_profile

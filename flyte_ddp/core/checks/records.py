@@ -2,17 +2,18 @@
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
 
-from flyte_ddp.core.checks.fields import short_repr
-from flyte_ddp.core.checks.forms import COUNT, describe_form, has_outer_form
+from flyte_ddp.core.checks.fields import LARGEST_INT, TYPES, short_repr
 from flyte_ddp.core.checks.parsing import JsonObject
 from flyte_ddp.core.errors import UserError
 
-Count = Annotated[int, COUNT]  # a whole number from 0
+Count = Annotated[int, range(LARGEST_INT + 1)]  # a whole number from 0
+WORDS: dict[Any, str] = {**TYPES, dict: "an object", list: "a list", None: "null"}
 LISTS = (list, tuple, Sequence)  # types of fields that hold a list of JSON
 EMPTY: tuple[Any, ...] = (None, "", [], {})  # values that are not written if they are their field's default
 
@@ -138,3 +139,28 @@ def convert_to_record(value: JsonObject, kind: Any, place: str) -> JsonRecord:
             raise MisfitError(f"{place}{name} is missing")
     record: JsonRecord = kind(**values)
     return record
+
+
+def has_outer_form(value: Any, form: Any) -> bool:
+    """Return whether a value itself has a form, without a check of the items of lists and objects.
+
+    A form is a type, None, a range of whole numbers, or a set of texts. An empty list stands for any list, and an empty
+    dict for any object. The form ``float`` accepts whole numbers, and rejects NaN and infinity.
+    """
+    if isinstance(form, range):
+        return type(value) is int and value in form
+    if isinstance(form, set):
+        return isinstance(value, str) and value in form
+    if form is float:
+        return type(value) in (int, float) and abs(value) <= sys.float_info.max
+    kind = type(form) if isinstance(form, (dict, list)) else form or type(None)
+    return isinstance(value, kind) and (kind is not int or type(value) is int)
+
+
+def describe_form(form: Any) -> str:
+    """Return in words what a form requires of a value itself, without the value's parts."""
+    if isinstance(form, range):
+        return f"a whole number from {form.start} to {form.stop - 1}"
+    if isinstance(form, set):
+        return f"one of {', '.join(sorted(form))}"
+    return WORDS[type(form) if isinstance(form, (dict, list)) else form]

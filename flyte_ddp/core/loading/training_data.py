@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from flyte_ddp.core.hardware import Hardware
     from flyte_ddp.core.loading.split import Splits
+    from flyte_ddp.core.models.sidecar import FittedObject
     from flyte_ddp.core.order.sampling import Indices, Order
     from flyte_ddp.core.samples.leaves import Leaves
     from flyte_ddp.core.settings import Settings
@@ -35,7 +36,7 @@ class TrainingData(Protocol):
     name: str  # in errors
     digest: str  # of the prepared data
     crop: str  # of images in evaluations: "middle" for the middle square, or ""
-    preprocessing: Mapping[str, Any]  # fitted, for ``model.json``; empty if nothing was fitted
+    preprocessing: FittedObject  # for ``model.json``
     user_code: tuple[str, ...]  # each ``package.module:callable`` in ``preprocessing``
 
     def open_splits(self, hardware: Hardware, device: torch.device, settings: Settings) -> Splits:
@@ -84,7 +85,7 @@ class TrainingData(Protocol):
         (also for a validation sample) or test samples.
         """
 
-    def list_inputs(self, inputs: Leaves, samples: Indices) -> dict[str, Any]:
+    def list_inputs(self, inputs: Leaves, samples: Indices) -> Mapping[str, Sequence[Any]]:
         """Return inputs of test samples as columns of a table, with the user's names and values."""
 
     def list_notes(self) -> list[str]:

@@ -1,6 +1,6 @@
 """The sidecar of a saved model, ``model.json``. Needs no torch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -88,6 +88,27 @@ class Digests(JsonRecord):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FittedObject(JsonRecord):
+    """A pickled object that was fitted to a data set, and the name of the user code that uses the object.
+
+    The user code makes inputs of rows. All fields are empty if nothing was fitted.
+    """
+
+    releases: str = ""  # of the installed packages
+    sha256: str = ""  # of the pickle
+    pickle: str = ""  # in base64
+    prepare: str = ""  # package.module:function of the object and a source of new rows
+    table: str = ""  # package.module:Class of the Table, in place of ``prepare``
+    rows: list[str] = field(default_factory=list)  # the columns that the Table has read
+    columns: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of each frame, by the name of the leaf
+    numbered: bool | None = None  # whether whole numbers as targets are positions in ``Table.classes``
+
+    def describe(self) -> str:
+        kind = "Table's preprocessing" if self.table else "preprocessing"
+        return f"{kind} {self.sha256[:12]}" if self.sha256 else "no preprocessing"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sidecar(JsonRecord):
     """How to build and use a saved model, its measures, and where the model comes from."""
 
@@ -109,7 +130,7 @@ class Sidecar(JsonRecord):
     num_nodes: Count | None = None
     threads_per_rank: Count | None = None
     sources: Mapping[str, str] = field(default_factory=dict)  # of user code, by path; used by load_model
-    preprocessing: Mapping[str, Any] = field(default_factory=dict)  # what pack_preprocessing() or a Table has fitted
+    preprocessing: FittedObject = field(default_factory=FittedObject)
 
     def to_json_value(self) -> JsonObject:
         values = super().to_json_value()

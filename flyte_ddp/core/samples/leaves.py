@@ -81,6 +81,16 @@ def restore_leaves(form: str, named: Mapping[str, Any]) -> Leaves:
     return (*named.values(),) if form == "tuple" else next(iter(named.values()), None)
 
 
+def label_leaf(leaves_name: str, name: str) -> str:
+    """Return how errors call a leaf, such as "inputs['age']". If ``name`` is "", return ``leaves_name``."""
+    return f"{leaves_name}[{name!r}]" if name else leaves_name
+
+
+def count_samples(leaves: Leaves) -> int:
+    """Return the length of the first leaf."""
+    return len(next(iter(name_leaves(leaves).values())))
+
+
 def get_leaves_form(leaves: Leaves) -> str:
     """Return the form of leaves: "dict", "tuple", "leaf" or "none"."""
     if isinstance(leaves, Mapping):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -13,18 +13,14 @@ from numpy.typing import NDArray
 from flyte_ddp.catalog import IMAGENET
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import UserError
-from flyte_ddp.datasets import prepared_folder
-from flyte_ddp.datasets.prepared_set import Opening, PreparedSet
+from flyte_ddp.core.order.sampling import Indices
+from flyte_ddp.core.progress import Progress
+from flyte_ddp.datasets.prepared_folder import Description
+from flyte_ddp.datasets.prepared_set import PreparedSet
 from flyte_ddp.datasets.rows import digest_texts
 from flyte_ddp.storage.identity import digest_lines
 
 if TYPE_CHECKING:
-    import torch
-
-    from flyte_ddp.core.loading.split import Split, Splits
-    from flyte_ddp.core.models.inputs import ModelInput
-    from flyte_ddp.core.order.shard_order import Orders
-    from flyte_ddp.core.samples.pictures import Pixels
     from flyte_ddp.core.settings import Settings
     from flyte_ddp.datasets.encoded.readers import ImageReader
 
@@ -38,6 +34,7 @@ class EncodedSet(PreparedSet):
     digest: str  # SHA-256 (hex) of both sources
     train: Any  # a list of images, as the kind of data set has it
     test: Any
+    opening = "flyte_ddp.datasets.encoded.opening"
     mean, std = IMAGENET  # torchvision's pretrained models expect ImageNet's values
     pictures = True
     crop = "middle"
@@ -57,7 +54,7 @@ class EncodedSet(PreparedSet):
         raise NotImplementedError
 
     @staticmethod
-    def open_source(folder: Path, side: str, address: str, described: Mapping[str, Any]) -> Any:
+    def open_source(folder: Path, side: str, address: str, described: Description) -> Any:
         """Return the list of a side that a prepared folder holds. Large lists are memory-mapped."""
         raise NotImplementedError
 
@@ -87,18 +84,15 @@ class EncodedSet(PreparedSet):
         return cls(dataset, train.classes, digest, train, test)
 
     @classmethod
-    def open(cls, folder: Path) -> Self:
-        """Open the data set in a prepared folder. File lists are memory-mapped.
+    def open(cls, folder: Path, description: Description) -> Self:
+        name, tests = description.name, description.test_dataset
+        train = cls.open_source(folder, "train", name.partition(":")[2], description)
+        test = cls.open_source(folder, "test", tests.partition(":")[2], description) if tests else None
+        return cls(name, description.classes, description.digest, train, test)
 
-        Raises:
-            UserError: The folder is damaged.
-        """
-        described = prepared_folder.read_description(folder)
-        with prepared_folder.translate_damage_to_user_error(folder):
-            name, tests = str(described["name"]), str(described["test_dataset"])
-            train = cls.open_source(folder, "train", name.partition(":")[2], described)
-            test = cls.open_source(folder, "test", tests.partition(":")[2], described) if tests else None
-            return cls(name, tuple(described["classes"]), described["digest"], train, test)
+    @classmethod
+    def define(cls, dataset: str, test_dataset: str, *, decoded_by_user: bool) -> EncodedSource:
+        return EncodedSource(cls, dataset, test_dataset, decoded_by_user)
 
     def list_sources(self) -> dict[str, Any]:
         """Return the sources by side, "train" and perhaps "test"."""
@@ -108,26 +102,46 @@ class EncodedSet(PreparedSet):
         part = "a tenth" if self.test is None else "all"
         return self.digest, digest_lines([self.test_source.digest, part, *self.classes])
 
+    def list_training(self) -> Indices:
+        samples = super().list_training()
+        return samples if self.test is not None else np.setdiff1d(samples, self.order_test().samples_at(slice(None)))
+
     def check_first_samples(self) -> None:
         """Raise UserError if the first sample of a source lacks an image or a label. By default reads nothing."""
 
     def needs_classes(self, hp: Hyperparameters) -> bool:
         return not hp.sample  # only ranks call the user-defined function, so its targets are unknown before
 
-    def open_splits(self, orders: Orders, hp: Hyperparameters, device: torch.device, settings: Settings) -> Splits:
-        from flyte_ddp.datasets.encoded import opening
-
-        return opening.open_encoded_splits(self, orders, hp, device, settings)
-
-    def open_test_split(self, opening: Opening) -> tuple[Split, ModelInput]:
-        from flyte_ddp.datasets.encoded.opening import open_test_split
-
-        return open_test_split(self, opening)
-
-    def iterate_test_images(self, opening: Opening) -> Iterator[Pixels]:
-        from flyte_ddp.datasets.encoded.opening import iterate_test_images
-
-        return iterate_test_images(self, opening)
-
     def identify_tested(self, ids: Sequence[str]) -> NDArray[np.uint64]:
         return digest_texts([f"{name} " for name in ids])
+
+
+@dataclass(frozen=True)
+class EncodedSource:
+    """The addresses of a data set of encoded images. Images are not copied."""
+
+    kind: type[EncodedSet]
+    dataset: str  # hyperparameters
+    test_dataset: str
+    decoded_by_user: bool  # else the first samples must have an image and a label
+
+    def fingerprint(self, source: str) -> str:
+        """Return a text that changes with the addresses and the lists of the images."""
+        del source  # is empty
+        # The names contain the addresses. A prepared folder refers to addresses, so another address needs another
+        # folder.
+        digest = self.kind.read(self.dataset, self.test_dataset).digest
+        identity = digest_lines([self.dataset, self.test_dataset, digest])
+        return f"{self.dataset.partition(':')[0]}-{identity[:16]}"
+
+    def load(self, source: str, workspace: Path, progress: Progress) -> tuple[EncodedSet, str]:
+        """Read the lists of the images, and return the data set and its name.
+
+        Raises:
+            UserError: The data cannot be read or are unfit.
+        """
+        del source, workspace, progress  # only lists are read
+        data = self.kind.read(self.dataset, self.test_dataset)
+        if not self.decoded_by_user:
+            data.check_first_samples()
+        return data, self.dataset

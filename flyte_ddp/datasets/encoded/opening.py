@@ -43,12 +43,8 @@ def sample_options(data: EncodedSet, hp: Hyperparameters) -> dict[str, Any]:
     }
 
 
-def open_encoded_splits(
-    data: EncodedSet,
-    orders: Orders,
-    hp: Hyperparameters,
-    device: torch.device,
-    settings: Settings,
+def open_splits(
+    data: EncodedSet, orders: Orders, hp: Hyperparameters, device: torch.device, settings: Settings
 ) -> Splits:
     """Open this rank's splits of encoded images.
 

@@ -13,7 +13,7 @@ from flyte_ddp.core.loading.loader_threads import limit_to_one_thread
 from flyte_ddp.core.loading.split import FileFetcher
 from flyte_ddp.core.lookahead import map_in_threads
 from flyte_ddp.core.order.sampling import Indices
-from flyte_ddp.datasets.encoded.image_folder import ImageList
+from flyte_ddp.datasets.encoded.image_list import ImageList
 from flyte_ddp.shards.dataset import ShardReader
 from flyte_ddp.shards.members import TRAINED_ON, choose_image_and_label, parse_class_number
 

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Mapping
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import UserError
-from flyte_ddp.core.order.sampling import Indices
 from flyte_ddp.core.order.shard_order import TEST_FRACTION, Orders, ShardOrder, ShardSplits, WholeShardSplits
-from flyte_ddp.datasets import prepared_folder
 from flyte_ddp.datasets.encoded.encoded_set import EncodedSet
+from flyte_ddp.datasets.prepared_folder import Description, write_json
 from flyte_ddp.shards.index import Part, Shard, ShardIndex, pause_garbage_collector, read_index
 from flyte_ddp.shards.scanning import check_first_samples_of_parts
 
 if TYPE_CHECKING:
-    import torch
-
-    from flyte_ddp.core.loading.split import Splits
     from flyte_ddp.core.settings import Settings
     from flyte_ddp.datasets.encoded.readers import ImageReader
 
@@ -39,20 +33,17 @@ class ShardSet(EncodedSet):
     read_source = staticmethod(read_index)
 
     @staticmethod
-    def open_source(folder: Path, side: str, address: str, described: Mapping[str, Any]) -> ShardIndex:  # noqa: ARG004
+    def open_source(folder: Path, side: str, address: str, described: Description) -> ShardIndex:  # noqa: ARG004
         with pause_garbage_collector():
             content = json.loads((folder / f"{side}.json").read_bytes())
             shards = [Shard._make([*row[:-1], tuple(row[-1]) if row[-1] else None]) for row in content["shards"]]
         parts = tuple(Part(*part) for part in content["parts"])
-        return ShardIndex(content["name"], shards, parts, tuple(described["classes"]))
+        return ShardIndex(content["name"], shards, parts, described.classes)
 
     def write_other_files(self, folder: Path) -> None:
         for side, source in self.list_sources().items():
             content = {"name": source.name, "parts": source.parts, "shards": source.shards}
-            prepared_folder.write_json(folder / f"{side}.json", content)
-
-    def describe_content(self) -> dict[str, Any]:
-        return {"others": {}}
+            write_json(folder / f"{side}.json", content)
 
     def check_first_samples(self) -> None:
         for source in self.list_sources().values():
@@ -72,11 +63,6 @@ class ShardSet(EncodedSet):
     def train_samples(self) -> int:
         return int(self.train.counts.sum())
 
-    def list_training(self) -> Indices:
-        samples = np.arange(self.train_samples)
-        tests = self.order_test()
-        return samples if self.test is not None else np.setdiff1d(samples, tests.samples_at(slice(0, len(tests))))
-
     def divide_shards(self, counts: NDArray[np.int64], validation_fraction: float, seed: int) -> ShardSplits:
         return self.divide(counts, validation_fraction, TEST_FRACTION if self.test is None else 0.0, seed)
 
@@ -95,6 +81,7 @@ class ShardSet(EncodedSet):
 class StreamSet(ShardSet):
     """A stream of shards, ``stream:ADDRESS``. Whole shards are held out."""
 
+    opening = "flyte_ddp.datasets.encoded.streams"
     divide = WholeShardSplits
     advice = "pack more shards (a stream holds out whole shards)"
 
@@ -112,22 +99,3 @@ class StreamSet(ShardSet):
 
     def report_notes(self) -> list[str]:
         return ["The training data were a stream: each rank and each worker read different shards."]
-
-    def open_splits(self, orders: Orders, hp: Hyperparameters, device: torch.device, settings: Settings) -> Splits:
-        """Open this rank's splits. The worker processes of the training split start at its first batch.
-
-        Raises:
-            UserError: There are fewer training shards than loaders of all ranks.
-        """
-        from flyte_ddp.core.parallel.distributed import world_size
-        from flyte_ddp.datasets.encoded.streams import open_training_stream
-
-        training = orders["training"]
-        assert isinstance(training, ShardOrder)
-        shards, ranks, workers = int(np.count_nonzero(training.available)), world_size(), settings.loaders
-        if shards < ranks * workers:
-            problem = f"has {shards} training shards for {ranks} ranks x {workers} workers: each worker needs one"
-            fix = "make more shards, or lower num_ranks or FLYTE_DDP_LOADERS"
-            raise UserError(f"dataset={self.name!r}: {problem}; {fix}")
-        splits = super().open_splits(orders, hp, device, settings)
-        return replace(splits, training=open_training_stream(self, training, hp, device, settings))

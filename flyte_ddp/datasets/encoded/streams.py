@@ -22,25 +22,26 @@ from torch.utils.data import get_worker_info
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import UserError
-from flyte_ddp.core.loading.split import Batch, BatchSource, CheckTargets, Split
+from flyte_ddp.core.loading.split import Batch, BatchSource, CheckTargets, Split, Splits
 from flyte_ddp.core.loading.user_functions import Augmentation
 from flyte_ddp.core.lookahead import start_ahead
 from flyte_ddp.core.machine import process
 from flyte_ddp.core.machine.device_copy import copy_to_device
 from flyte_ddp.core.machine.waiting import limit_wait
 from flyte_ddp.core.order.sampling import ORDER, Indices, Order, make_generator
-from flyte_ddp.core.order.shard_order import ShardOrder
+from flyte_ddp.core.order.shard_order import Orders, ShardOrder
 from flyte_ddp.core.parallel.distributed import rank, world_size
 from flyte_ddp.core.samples.pictures import Pixels
 from flyte_ddp.core.settings import Settings
-from flyte_ddp.datasets.encoded import cropping
-from flyte_ddp.datasets.encoded.opening import sample_options
+from flyte_ddp.datasets.encoded import cropping, opening
+from flyte_ddp.datasets.encoded.opening import iterate_test_images, open_test_split, sample_options
 from flyte_ddp.datasets.encoded.readers import Encoded, ShardImages
 from flyte_ddp.datasets.encoded.samples import BadSamples, EncodedSamples
 from flyte_ddp.datasets.encoded.shard_set import ShardSet
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardReader
 
+__all__ = ["iterate_test_images", "open_splits", "open_test_split"]  # the functions that open a StreamSet
 WORKER_BATCH = 16  # samples that a worker sends at a time: one at a time is slow
 
 
@@ -161,9 +162,7 @@ def open_sample_stream(stream: RankStream) -> Iterator[tuple[Pixels, int]]:
         generator=torch.Generator().manual_seed(stream.loader.seed),
     )
     mixed = loader.compose(
-        raise_forwarded_error,
-        wds.filters.unbatched(),
-        wds.filters.shuffle(buffer, seed=stream.derive_seed(0)),
+        raise_forwarded_error, wds.filters.unbatched(), wds.filters.shuffle(buffer, seed=stream.derive_seed(0))
     )
     return iter(mixed.repeat())
 
@@ -255,15 +254,27 @@ def worker_number_and_count() -> tuple[int, int]:
     return (info.id, info.num_workers) if info else (0, 1)
 
 
-def open_training_stream(
-    data: ShardSet, training: ShardOrder, hp: Hyperparameters, device: torch.device, settings: Settings
-) -> Split:
-    """Open this rank's stream of the training shards. ``settings.loaders`` processes start at the first batch."""
+def open_splits(
+    data: ShardSet, orders: Orders, hp: Hyperparameters, device: torch.device, settings: Settings
+) -> Splits:
+    """Open this rank's splits. The ``settings.loaders`` processes of the training split start at its first batch.
+
+    Raises:
+        UserError: There are fewer training shards than loaders of all ranks.
+    """
+    training = orders["training"]
+    assert isinstance(training, ShardOrder)
     shards = np.flatnonzero(training.available)  # without empty shards: a worker needs samples
-    ours = replace(data.train, shards=[data.train.shards[number] for number in shards[rank() :: world_size()]])
+    ranks, workers = world_size(), settings.loaders
+    if len(shards) < ranks * workers:
+        problem = f"has {len(shards)} training shards for {ranks} ranks x {workers} workers: each worker needs one"
+        fix = "make more shards, or lower num_ranks or FLYTE_DDP_LOADERS"
+        raise UserError(f"dataset={data.name!r}: {problem}; {fix}")
+    splits = opening.open_splits(data, orders, hp, device, settings)
+    ours = replace(data.train, shards=[data.train.shards[number] for number in shards[rank() :: ranks]])
     reader = ShardReader(ours, ShardCache(settings.cache_folder, settings.cache_bytes), most_open=1)
     augmentation, bad = Augmentation.from_setting(hp.augment, hp.seed), BadSamples(hp.bad_samples)
     loader = EncodedSamples(ShardImages(reader), [], bad, **sample_options(data, hp), augmentation=augmentation)
     samples = max(1, len(training) // hp.batch_size) * hp.batch_size
-    stream = RankStream(reader, loader, rank(), settings.loaders, hp.shuffle_buffer)
-    return Split(StreamImages(stream, device), StreamOrder(samples))
+    stream = RankStream(reader, loader, rank(), workers, hp.shuffle_buffer)
+    return replace(splits, training=Split(StreamImages(stream, device), StreamOrder(samples)))
