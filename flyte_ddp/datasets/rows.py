@@ -37,8 +37,8 @@ def take_rows(rows: Any, places: NDArray[np.int64]) -> Any:
     return rows.take(places) if hasattr(rows, "column_names") else rows[places]
 
 
-def list_columns(rows: Any) -> dict[str, Any]:
-    """Return the columns of rows by name, as the container holds them.
+def get_columns_by_name(rows: Any) -> dict[str, Any]:
+    """Return a dict of the columns of rows. Values are not converted.
 
     The columns of an array [n, k] are called "0", "1" and so on. A list of dicts has the columns of its first dict,
     with None for missing values. Rows without columns, for example texts, become one column called "row".
@@ -46,22 +46,29 @@ def list_columns(rows: Any) -> dict[str, Any]:
     Raises:
         UserError: Two columns have the same name.
     """
-    if isinstance(rows, list) and rows and isinstance(rows[0], Mapping):
-        return {str(name): [row.get(name) for row in rows] for name in rows[0]}
+    names = find_column_names(rows)
+    if names is None:
+        if getattr(rows, "ndim", 1) == 2:
+            return {str(place): column for place, column in enumerate(np.asarray(rows).T)}
+        return {SINGLE: rows}
+    texts = [*map(str, names)]
+    if twice := sorted({text for text in texts if texts.count(text) > 1}):
+        raise UserError(f"rows: two columns are called {join_first(twice)}; rename one of them")
+    if isinstance(rows, list):
+        return {text: [row.get(name) for row in rows] for text, name in zip(texts, names, strict=True)}
+    return {text: rows[name] for text, name in zip(texts, names, strict=True)}
+
+
+def find_column_names(rows: Any) -> list[Any] | None:
+    """Return the column names of rows as the container holds the names, or None if the rows have no column names."""
+    if isinstance(rows, list):
+        return [*rows[0]] if rows and isinstance(rows[0], Mapping) else None
     if isinstance(rows, Mapping):
-        return {str(name): values for name, values in rows.items()}
+        return [*rows]
     names = column_names(rows)
     if names is None:
         names = getattr(getattr(rows, "dtype", None), "names", None)  # of a structured array
-    if names is not None:
-        columns = {str(name): rows[name] for name in names}
-        if len(columns) < len(names):
-            twice = sorted({str(name) for name in names if [*map(str, names)].count(str(name)) > 1})
-            raise UserError(f"rows: two columns are called {join_first(twice)}; rename one of them")
-        return columns
-    if getattr(rows, "ndim", 1) == 2:
-        return {str(place): column for place, column in enumerate(np.asarray(rows).T)}
-    return {SINGLE: rows}
+    return None if names is None else [*names]
 
 
 def order_columns(rows: Any, names: Sequence[str], where: str) -> Any:
@@ -71,7 +78,7 @@ def order_columns(rows: Any, names: Sequence[str], where: str) -> Any:
         UserError: A column is missing, or an array without column names has more columns. The text begins with
             ``where``.
     """
-    found = [*list_columns(rows)]
+    found = [*get_columns_by_name(rows)]
     if found == [*names]:
         return rows
     if missing := [name for name in names if name not in found]:
@@ -79,15 +86,17 @@ def order_columns(rows: Any, names: Sequence[str], where: str) -> Any:
         raise UserError(
             f"{where}: the column {join_first(missing)} is missing; {had}; pass the same columns as in training"
         )
+    stored = find_column_names(rows)
+    if stored is None:
+        raise UserError(
+            f"{where}: the rows have {len(found)} columns, but training had {len(names)}; pass the same columns"
+        )
+    given = {str(name): name for name in stored}
     if isinstance(rows, list):
-        return [{name: row.get(name) for name in names} for row in rows]
+        return [{name: row.get(given[name]) for name in names} for row in rows]
     if isinstance(rows, Mapping):
-        return {name: rows[name] for name in names}
-    if (given := column_names(rows)) is None and rows.dtype.names is None:
-        problem = f"the rows have {len(found)} columns, but training had {len(names)}"
-        raise UserError(f"{where}: {problem}; pass the same columns")
-    by_text = {str(name): name for name in (names if given is None else given)}
-    return select_columns(rows, [by_text[name] for name in names])
+        return {name: rows[given[name]] for name in names}
+    return select_columns(rows, [given[name] for name in names])
 
 
 def normalize_columns(rows: Any) -> dict[str, NDArray[Any]]:
@@ -96,7 +105,7 @@ def normalize_columns(rows: Any) -> dict[str, NDArray[Any]]:
     Truth values become 0 and 1, dates become days since 1970, and durations become days. Missing numbers are NaN, and
     missing texts are "". Columns of arrays are skipped.
     """
-    found = {name: normalize_values(values) for name, values in list_columns(rows).items()}
+    found = {name: normalize_values(values) for name, values in get_columns_by_name(rows).items()}
     return {name: values for name, values in found.items() if values.ndim == 1}
 
 
@@ -150,8 +159,8 @@ def digest_rows(rows: Any) -> NDArray[np.uint64]:
     total = np.zeros(count_rows(rows), np.uint64)
     for name, values in columns.items():
         total += mix(digest_column(values) ^ digest_text(name))
-    for name in list_columns(rows).keys() - columns.keys():  # columns of arrays
-        contents = [digest_bytes(pickle.dumps(np.asarray(value))) for value in list_columns(rows)[name]]
+    for name in get_columns_by_name(rows).keys() - columns.keys():  # columns of arrays
+        contents = [digest_bytes(pickle.dumps(np.asarray(value))) for value in get_columns_by_name(rows)[name]]
         total += mix(np.array(contents, np.uint64) ^ digest_text(name))
     return total
 

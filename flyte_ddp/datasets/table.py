@@ -130,7 +130,7 @@ def load_table(spec: str, found: type[Table], source: str) -> SampleArrays:
     if fitted is None and found.fit is not Table.fit:
         rule = "only this object is saved with the model and passed to prepare()"
         raise UserError(f"{where}: fit() returned None; return the fitted object, because {rule}")
-    listed, numbered = [*rows.list_columns(read)], are_places(table.classes)
+    listed, numbered = [*rows.get_columns_by_name(read)], are_places(table.classes)
     packed = pickle_fitted_object(fitted, table=spec, rows=listed, numbered=numbered)
     inputs = {side: prepare_copy(table, fitted, part) for side, part in chosen.items()}
     require_independent_rows(table, fitted, chosen["test"], inputs["test"], where)

@@ -40,7 +40,7 @@ def test_each_container_has_the_same_columns_and_digests(name: str) -> None:
     chosen = rows.take_rows(table, np.array([2, 0]))
     np.testing.assert_array_equal(rows.digest_rows(chosen), digests[[2, 0]])
     ordered = rows.order_columns(table, ["city", "age"], "here")
-    assert [*rows.list_columns(ordered)] == ["city", "age"]
+    assert [*rows.get_columns_by_name(ordered)] == ["city", "age"]
     assert rows.normalize_columns(ordered)["city"].tolist() == found["city"].tolist()
     np.testing.assert_array_equal(rows.digest_rows(rows.order_columns(table, ["day", "city", "age"], "")), digests)
     with pytest.raises(UserError, match=r"here: the column town is missing; the rows have age, city, day"):
@@ -83,4 +83,15 @@ def test_values_of_one_meaning_are_one() -> None:
 def test_two_columns_of_one_name_are_refused() -> None:
     frame = pd.DataFrame([[1, 2]], columns=["a", "a"])
     with pytest.raises(UserError, match="two columns are called a"):
-        rows.list_columns(frame)
+        rows.get_columns_by_name(frame)
+    for table in ({1: [1], "1": [2]}, [{1: 1, "1": 2}]):
+        with pytest.raises(UserError, match="two columns are called 1"):
+            rows.get_columns_by_name(table)
+
+
+def test_names_that_are_no_texts_are_compared_as_texts() -> None:
+    expected = rows.digest_rows({"1": [3.0, 4.0], "2": [5.0, 6.0]}).tolist()
+    for table in ({2: [5.0, 6.0], 1: [3.0, 4.0]}, [{2: 5.0, 1: 3.0}, {2: 6.0, 1: 4.0}]):
+        ordered = rows.order_columns(table, ["1", "2"], "here")
+        assert [*rows.get_columns_by_name(ordered)] == ["1", "2"]
+        assert rows.digest_rows(ordered).tolist() == expected
