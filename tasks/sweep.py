@@ -69,9 +69,11 @@ def run_rung(trial: TrialResult, data: FlyteDirectory) -> TrialResult:
     def train(folder: Path) -> None:
         """Train the trial in ``folder``, up to the end of the rung."""
         # A recorded result would make other executions ignore the checkpoints.
-        with sync_checkpoints_with_store(PLATFORM, folder, folder / UNFINISHED, defer=lambda _: None) as start_attempt:
+        with sync_checkpoints_with_store(
+            PLATFORM, folder, folder / UNFINISHED, defer=lambda _: None
+        ) as record_start_and_read_settings:
             prepared = Path(data.download())
-            run_training_fraction(trial.hp, prepared, folder, trial.steps_divisor, start_attempt())
+            run_training_fraction(trial.hp, prepared, folder, trial.steps_divisor, record_start_and_read_settings())
 
     results = str(paths.resolve_folder("sweeps"))
     if is_in_pod():

@@ -60,10 +60,10 @@ def train_in_run_folder(
         return read_run_result(folder)
     with (
         publish_report_while_training(PLATFORM, folder),
-        sync_checkpoints_with_store(PLATFORM, folder, folder / UNFINISHED) as start_attempt,
+        sync_checkpoints_with_store(PLATFORM, folder, folder / UNFINISHED) as record_start_and_read_settings,
     ):
         prepared = Path(data.download())
-        return run_training(hp, prepared, folder, settings=start_attempt(), launch=launch)
+        return run_training(hp, prepared, folder, settings=record_start_and_read_settings(), launch=launch)
 
 
 def make_training_outputs(result: "Result") -> TrainingOutputs:

@@ -53,7 +53,7 @@ def validate_dataset(
     or whose log has a gap.
     """
     from flyte_ddp.release.policy_check import check_policy
-    from flyte_ddp.validation.profiling import SHIFT, Difference, check_profile, find_differences
+    from flyte_ddp.validation.profiling import SHIFT, Difference, check_profile, iterate_differences_from_champion
 
     check_profile(profile, hp, max_duplicates=policy.max_duplicates, max_conflicts=policy.max_conflicts)
     check_policy(policy, hp, profile, read_test_ids(data) if policy.slices else ())
@@ -65,7 +65,8 @@ def validate_dataset(
     found: list[Difference] = []
     try:
         champions = read_data_profile(registry, history[-1]) if history else None
-        found += [*find_differences(profile, champions, min(SHIFT, policy.max_shift))] if champions is not None else []
+        if champions is not None:
+            found += iterate_differences_from_champion(profile, champions, min(SHIFT, policy.max_shift))
     except UnreachableError:
         raise
     except UserError as error:  # the champion's profile is damaged or missing, so no data are compared

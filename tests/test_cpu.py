@@ -64,7 +64,7 @@ def test_bf16_is_taken_where_it_was_found_faster(
     """By auto; where there are instructions for it, who asks for it gets it."""
     (tmp_path / "cpuinfo").write_text(text)
     cpu = read_cpu(tmp_path / "cpuinfo")
-    assert (str(cpu), cpu.detect_bf16_support()) == (description, worth)
+    assert (str(cpu), cpu.look_up_bf16_speed()) == (description, worth)
     monkeypatch.setattr(resources, "read_cpu", lambda: cpu)
     for model in ("small_cnn", "resnet18"):
         found = resolve.detect_hardware(replace(HP, model=model))
@@ -80,7 +80,7 @@ def test_a_cpu_that_nothing_says_what_it_is(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("platform.machine", lambda: "arm64")
     cpu = read_cpu(tmp_path / "none")
     assert cpu == Cpu("", "", "", frozenset())
-    assert (str(cpu), cpu.detect_bf16_support()) == ("arm64", Bf16.NONE)
+    assert (str(cpu), cpu.look_up_bf16_speed()) == ("arm64", Bf16.NONE)
 
 
 @pytest.mark.parametrize("worth", [Bf16.SLOWER, Bf16.FASTER])

@@ -92,7 +92,7 @@ def test_waits_of_collectives_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(dist.Work, "wait", dist.Work.wait)  # and back, in the end
     monkeypatch.setattr(distributed, "TORCH_WAIT", fail)
-    distributed.patch_collective_wait()
+    distributed.make_waits_raise_collective_errors()
     for collective in (lambda: dist.all_reduce(torch.ones(1)), dist.barrier):
         with pytest.raises(CollectiveError):
             collective()

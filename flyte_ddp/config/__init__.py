@@ -19,7 +19,7 @@ from flyte_ddp.config.checks import (
     list_loading_errors,
 )
 from flyte_ddp.core.checks.fields import OWN_CODE, CheckedFields, setting, short_repr
-from flyte_ddp.core.checks.parsing import YAML_NUMBER, JsonObject, iterate_texts, parse_json
+from flyte_ddp.core.checks.parsing import YAML_NUMBER, JsonObject, iterate_json_strings, parse_json
 from flyte_ddp.core.errors import UserError, unknown_name_error
 from flyte_ddp.core.hardware import check_batch_size
 
@@ -354,7 +354,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         for name in found:
             if name not in FIELDS_WITH_OPTIONS:
                 raise unknown_name_error("key of options", name, FIELDS_WITH_OPTIONS)
-        for text in filter(YAML_NUMBER.fullmatch, iterate_texts(found)):
+        for text in filter(YAML_NUMBER.fullmatch, iterate_json_strings(found)):
             raise UserError(
                 f"options={short_repr(self.options)}: {text!r} is text, not a number; write numbers without quotes, "
                 "and in YAML with a decimal point and a signed exponent, such as 1.0e-4"

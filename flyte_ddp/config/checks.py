@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 
 def check_dataset_names(hp: Hyperparameters) -> None:
-    """Raise UserError if ``dataset`` is unknown, or ``test_dataset`` is of another kind than ``dataset``."""
+    """Raise UserError if ``dataset`` is an unknown name or lacks its address, or ``test_dataset`` does not fit.
+
+    An empty ``test_dataset`` always fits. ``shards:ADDRESS`` fits ``shards:`` and ``stream:``, and
+    ``image_folder:ADDRESS`` fits ``image_folder:``.
+    """
     if ":" not in hp.dataset and hp.dataset not in catalog.DATASETS:
         raise unknown_name_error("dataset", hp.dataset, catalog.DATASET_NAMES)
     if hp.dataset in [f"{prefix}:" for prefix in catalog.WITH_ADDRESS]:

@@ -54,7 +54,7 @@ def choose_hardware(wanted: HardwareSettings, world: World, bf16: Bf16) -> Hardw
         )
     by_default = wanted.channels_last == "auto" and device_type in wanted.channels_last_devices
     channels_last = wanted.channels_last == "on" or by_default
-    strategy = choose_strategy(wanted.strategy, world)
+    strategy = choose_gradient_averaging(wanted.strategy, world)
     return Hardware(**vars(world), strategy=strategy, precision=precision, channels_last=channels_last)
 
 
@@ -67,13 +67,13 @@ def check_batch_size(batch_size: int, accumulation_steps: int, num_ranks: int) -
         )
 
 
-def choose_strategy(wanted: str, world: World) -> str:
+def choose_gradient_averaging(wanted: str, world: World) -> str:
     """Return the strategy that averages gradients, for the hyperparameter ``wanted``.
 
     For "auto", returns "shared_memory" if all ranks are on CPUs of one Linux host, else "ddp".
 
     Raises:
-        UserError: The ranks cannot use shared memory.
+        UserError: ``wanted`` is "shared_memory", but the ranks cannot use shared memory.
     """
     possible = world.device_type == "cpu" and sys.platform == "linux"
     if wanted == "shared_memory" and not possible:

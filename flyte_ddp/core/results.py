@@ -44,7 +44,8 @@ def submit(name: str, content: bytes) -> None:
     """Write a file into ``results/`` of the run folder, and return when it is written.
 
     Replaces a file of the same name. From a rank on another host, the file reaches the run folder later. Outside a
-    rank's main process does nothing. If writing fails, prints the first failure to stderr, and training continues.
+    rank's main process only checks the arguments. If writing fails, prints the first failure to stderr, and training
+    continues.
 
     Args:
         name: The path below ``results/``, such as ``maps/epoch-3.png``.
@@ -64,8 +65,9 @@ def event(**values: Any) -> None:
     """Append a line to ``results/events.jsonl`` of the run folder.
 
     The line has the values, the rank, and the time (Unix seconds). NaN and the infinities become null. Waits without a
-    limit for the file's lock. Outside a rank's main process does nothing. If writing fails, prints the first failure to
-    stderr, and training continues. A resumed run repeats the steps after the checkpoint, and also their events.
+    limit for the file's lock. If the rank's host does not see the run folder, the launcher gets the line and writes the
+    line. Outside a rank's main process only checks the values. If writing fails, prints the first failure to stderr,
+    and training continues. A resumed run repeats the steps after the checkpoint, and also their events.
 
     Raises:
         UserError: A value cannot be written as JSON, or is named ``rank`` or ``time``.

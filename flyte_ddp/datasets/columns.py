@@ -142,10 +142,10 @@ def require_distinct(name: str, given: Any, values: NDArray[Any]) -> None:
 
 
 def find_non_finite(values: NDArray[Any], ends: NDArray[np.int64] | None = None) -> tuple[int, list[int]] | None:
-    """Return the position of the first sample with a NaN or infinite number, and the number's indices in ``values``.
+    """Find the first NaN or infinite number, and return its sample's position and its full index in ``values``.
 
-    If all numbers are finite, return None. ``ends`` holds the end of each sample in ``values`` if the samples are
-    ragged.
+    If all numbers are finite, returns None. If the samples are ragged, ``values`` has the concatenated samples, and
+    ``ends`` has the end of each sample in ``values``.
     """
     if values.dtype.kind != "f" or not values.size or np.isfinite([values.min(), values.max()]).all():
         return None

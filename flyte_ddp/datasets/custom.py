@@ -87,12 +87,13 @@ class CustomSet:
             for name, side in zip(SETS, (result.train, result.test), strict=True):
                 refuse_stream(f"dataset={self.spec!r}: the {name}", side)  # some sets open a stream at the first item
             return OnDemandSet(self.spec, source, *samples, result.classes, digest, weights, pictures), called
-        return arrays_from_result(self.spec, result, progress), called
+        return make_arrays_from_user_result(self.spec, result, progress), called
 
 
-def arrays_from_result(spec: str, result: Any, progress: Progress) -> SampleArrays:
-    """Return a callable's ``result`` as arrays named ``spec``. A pair of map-style sets is read into memory.
+def make_arrays_from_user_result(spec: str, result: Any, progress: Progress) -> SampleArrays:
+    """Convert the value that a user's callable returned to SampleArrays with the name ``spec``.
 
+    A SampleArrays is only renamed. A pair (training set, test set) of map-style sets is read into memory.
     Class names and weights are the training set's attributes ``classes`` and ``sample_weights``, if these exist.
     Without ``classes``, class numbers are named "0", "1" and so on.
 

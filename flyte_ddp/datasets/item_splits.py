@@ -80,7 +80,7 @@ def describe_items(
         return describe_images(data, side, order, seed, classes)
     stored = data.stored_leaves("train")
     if stored is not None and ":" not in collate:
-        inputs, targets = map(describe_leaves, stored)
+        inputs, targets = map(make_leaves_spec, stored)
     else:
         loader = ItemLoader(Items(data, side), collate if ":" in collate else STACKED, seed)
         places = np.unique(np.linspace(0, len(order) - 1, LOOKED_AT, dtype=np.int64)).tolist()
@@ -88,7 +88,7 @@ def describe_items(
         with keep_random_state():
             alone = [loader.load_items([sample], None) for sample in samples]
         require_identifiers(f"dataset={data.name!r}: inputs", alone[0][0])
-        inputs, targets = (join_specs([describe_leaves(batch[part]) for batch in alone]) for part in (0, 1))
+        inputs, targets = (join_specs([make_leaves_spec(batch[part]) for batch in alone]) for part in (0, 1))
     for kind, spec in (("inputs", inputs), ("targets", targets)):
         if collate == STACKED and any(None in leaf.shape for _, leaf in spec.leaves):
             problem = f"the {kind} of dataset={data.name!r} have different lengths"
@@ -126,10 +126,11 @@ def describe_images(data: ItemSet, side: str, order: Order, seed: int, num_class
     return ItemFacts(InputSpec(channels, height, width, mean, std), targets)
 
 
-def describe_leaves(leaves: Leaves) -> LeavesSpec:
+def make_leaves_spec(leaves: Leaves) -> LeavesSpec:
     """Return the form of a batch, and the type and shape of each leaf without the samples' dimension.
 
-    The type of a leaf that is no array or tensor of numbers is "other".
+    The type is the family "float", "bool" or "int64". For example, uint8 gives "int64". A leaf that is no array or
+    tensor of numbers has the type "other" and the shape ().
     """
 
     def describe(leaf: Any) -> LeafSpec:
@@ -177,7 +178,7 @@ def open_splits(data: ItemSet, orders: Orders, hp: Hyperparameters, device: torc
         UserError: ``mixup`` cannot mix the inputs, samples do not fit together, or user code cannot be imported.
         UserCodeError: User code fails on a sample that is read here.
     """
-    augmentations = {"train": Augmentation.from_setting(hp.augment, hp.seed), "test": NO_AUGMENTATION}
+    augmentations = {"train": Augmentation.from_augment_setting(hp.augment, hp.seed), "test": NO_AUGMENTATION}
     facts = describe_items(data, "train", orders["training"], hp.collate, hp.seed, classes=hp.num_classes)
     if hp.mixup:
         check_mixup(hp, facts.inputs)

@@ -28,21 +28,23 @@ RESERVED = ("self", "outputs")
 STORED_TYPES = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}
 
 
-def convert_inputs(
+def convert_inputs_and_ids(
     prefix: str, inputs: Any, given_ids: Any, *, distinct: bool = False
 ) -> tuple[Leaves, NDArray[np.str_] | None]:
     """Return inputs as arrays or Ragged, and ids as texts, or None without ids.
+
+    Floats become float32. Arrays that fit are not copied.
 
     Args:
         prefix: The start of the names in errors, for example "train_".
         inputs: The leaves of the inputs as the user gave them.
         given_ids: An id for each sample, or None.
-        distinct: Whether values that float32 cannot distinguish are rejected.
+        distinct: Whether to reject a column if float32 keeps at most half of the column's different values.
 
     Raises:
         UserError: Inputs are empty, not numeric, not finite, or of unequal lengths, or a name of a leaf is unfit.
     """
-    stored, ids = convert_new_inputs(prefix, inputs, given_ids, distinct=distinct)
+    stored, ids = convert_new_inputs_and_ids(prefix, inputs, given_ids, distinct=distinct)
     given = name_leaves(inputs)
     for key, leaf in name_leaves(stored).items():
         leaf_name = label_leaf(f"{prefix}inputs", key)
@@ -53,12 +55,12 @@ def convert_inputs(
     return stored, ids
 
 
-def convert_new_inputs(
+def convert_new_inputs_and_ids(
     prefix: str, inputs: Any, given_ids: Any, *, distinct: bool = False
 ) -> tuple[Leaves, NDArray[np.str_] | None]:
     """Return inputs as arrays or Ragged, and ids as texts, or None without ids. NaN and infinite inputs are accepted.
 
-    The arguments are those of :func:`convert_inputs`.
+    The arguments are those of :func:`convert_inputs_and_ids`.
 
     Raises:
         UserError: Inputs are empty, not numeric, or of unequal lengths, or a name of a leaf is unfit.
@@ -94,7 +96,7 @@ def convert_leaves(name: str, leaves: Any, *, distinct: bool = False) -> Leaves:
         name: What the leaves are called in errors. If the name ends with "inputs", reserved names of leaves are
             rejected.
         leaves: The leaves as the user gave them.
-        distinct: Whether values that float32 cannot distinguish are rejected.
+        distinct: Whether to reject a column if float32 keeps at most half of the column's different values.
 
     Raises:
         UserError: A dict or tuple is empty, a name is unfit, or a leaf is not numeric or has no samples.
@@ -127,7 +129,7 @@ def convert_leaf(name: str, given: Any, *, distinct: bool = False) -> NDArray[An
     Args:
         name: The name of the leaf in errors.
         given: The leaf as the user gave it.
-        distinct: Whether values that float32 cannot distinguish are rejected.
+        distinct: Whether to reject a column if float32 keeps at most half of the column's different values.
 
     Raises:
         UserError: The leaf is not numeric, has no samples, or has samples that differ beyond the first dimension.

@@ -72,7 +72,11 @@ class OnDemandSet(ItemSet):
 
         sides = {"train": self.sets.train, "test": self.sets.test}
         return {
-            side: [each for wrapped in unwrap(samples) for each in list_seedable_transforms(wrapped, "__getitem__")]
+            side: [
+                each
+                for wrapped in list_nested_sets(samples)
+                for each in list_seedable_transforms(wrapped, "__getitem__")
+            ]
             for side, samples in sides.items()
         }
 
@@ -183,10 +187,11 @@ def require_samples(set_name: str, samples: Any) -> int:
     return length
 
 
-def unwrap(samples: Any) -> list[Any]:
+def list_nested_sets(samples: Any) -> list[Any]:
     """Return a map-style set and the sets inside, the outermost first.
 
-    A set wraps the set in its attribute ``dataset``, as torch's Subset does. For any other object the list is empty.
+    A set wraps the set in its attribute ``dataset``, as torch's Subset does. If ``samples`` is not a map-style set, the
+    list is empty.
     """
     found = list[Any]()
     # An attribute ``dataset`` may also hold another object, such as an open file.
@@ -204,9 +209,9 @@ def refuse_stream(set_name: str, samples: Any) -> None:
     """
     from torch.utils.data import IterableDataset
 
-    for wrapped in unwrap(samples):
+    for wrapped in list_nested_sets(samples):
         for part in (wrapped, *getattr(wrapped, "__dict__", {}).values()):
-            if isinstance(part, IterableDataset) and unwrap(part):
+            if isinstance(part, IterableDataset) and list_nested_sets(part):
                 problem = f"reads a {type(part).__name__}, a torch IterableDataset, which divides samples among ranks"
                 fix = "read by number, for example with mosaicml-streaming's LocalDataset or litdata's Cache"
                 rule = "an on-demand set needs all samples in each rank"

@@ -67,9 +67,10 @@ class PublishedSet:
         return arrays, " and ".join(dict.fromkeys(used))
 
     def download_file(self, name: str, source: str, folder: Path, progress: Progress) -> str:
-        """Download a file into ``folder``, verify the content, and return the address of the file's directory.
+        """Download a file into ``folder``, verify the content, and return the directory that the file came from.
 
-        If ``source`` is empty, the system's copy and the public addresses are tried, in up to 4 rounds with pauses.
+        If ``source`` is empty, tries ``system_folder`` and then the public addresses. Makes up to 4 rounds, with
+        printed pauses.
 
         Raises:
             UserError: All addresses failed, or have a file with another digest.

@@ -28,7 +28,7 @@ from flyte_ddp.core.samples.leaves import (
 from flyte_ddp.datasets import columns
 from flyte_ddp.datasets.item_set import ItemSet
 from flyte_ddp.datasets.leaf_conversion import (
-    convert_inputs,
+    convert_inputs_and_ids,
     convert_leaves,
     convert_weights,
     is_class_numbers,
@@ -309,7 +309,9 @@ def make_arrays(
         inputs, targets, named = (*given, None)[:3]
         # Only training samples are checked, because new rows and test rows may lie closer together.
         distinct = side == "train"
-        parts[f"{side}_inputs"], ids[f"{side}_ids"] = convert_inputs(f"{side}_", inputs, named, distinct=distinct)
+        parts[f"{side}_inputs"], ids[f"{side}_ids"] = convert_inputs_and_ids(
+            f"{side}_", inputs, named, distinct=distinct
+        )
         parts[f"{side}_targets"] = number_truth_values(convert_leaves(f"{side}_targets", targets, distinct=distinct))
         require_one_length({f"{side}_{kind}": parts[f"{side}_{kind}"] for kind in ("inputs", "targets")})
     for kind in ("inputs", "targets"):

@@ -58,7 +58,7 @@ def launch(work: Work, *, client: Any = None, retries: int = 0, awaited_hosts: i
 
     seconds = work.settings.timeout
     with connected(client, work.request.num_ranks, seconds if awaited_hosts else REACH_SECONDS) as cluster:
-        work = work.choose_world(lambda request: find_world(request, cluster, seconds, awaited_hosts))
+        work = work.choose_world(lambda request: plan_world(request, cluster, seconds, awaited_hosts))
         num_ranks = work.world.num_ranks
         scheduler = cluster.scheduler.address.rpartition("//")[2].rpartition(":")[0]
         futures: list[Any] = []
@@ -97,7 +97,7 @@ def raise_if_task_failed(futures: Sequence[Any], workers: Sequence[str], living:
             raise UnreachableError(f"Dask worker {worker} has left the cluster; run again when a new worker has joined")
 
 
-def find_world(request: Request, client: Any, seconds: float, awaited_hosts: int = 0) -> World:
+def plan_world(request: Request, client: Any, seconds: float, awaited_hosts: int = 0) -> World:
     """Return the World for ranks on a cluster's workers, one rank for each worker.
 
     The ranks use GPUs if every worker sees a GPU. Waits up to ``seconds`` for ``awaited_hosts`` workers. If

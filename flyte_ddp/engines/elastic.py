@@ -28,8 +28,8 @@ from flyte_ddp.core.launch.engine import (
     connect_to_launcher,
     host_addresses,
     open_local_folder,
+    open_rank_restarter,
     open_rendezvous,
-    open_restarter,
     proxy_rank,
     start_agent,
 )
@@ -49,7 +49,7 @@ POLL_SECONDS = 0.1
 NEVER_SECONDS = 1_000_000
 
 
-def find_world(request: Request, num_ranks: int, on_this_host: int) -> World:
+def plan_world(request: Request, num_ranks: int, on_this_host: int) -> World:
     """Return the World for a rank in each of Elastic's workers: number of ranks, device and threads.
 
     Elastic has started ``num_ranks`` workers, ``on_this_host`` of them on this host. If the request has another number
@@ -86,7 +86,7 @@ def launch(work: Work, *, retries: int = 0, node: Node | None = None) -> None:
     with catch_stop_signals() as stop, ExitStack() as at_end:
         if node is not None:
             first = wait_for_first_round(node, work, stop)
-            work = work.choose_world(lambda request: find_world(request, first.num_ranks, len(first.workers)))
+            work = work.choose_world(lambda request: plan_world(request, first.num_ranks, len(first.workers)))
             hosts = (node.store_host, *host_addresses())
         else:
             work = work.choose_world(resources.detect_world)
@@ -145,7 +145,7 @@ def supervise_torchrun_workers(work: Work) -> None:
     from flyte_ddp.engines.elastic_node import find_ticket, publish_ticket
 
     worker, on_this_host = read_worker_place(), int(os.environ["LOCAL_WORLD_SIZE"])
-    work = work.choose_world(lambda request: find_world(request, worker.world_size, on_this_host))
+    work = work.choose_world(lambda request: plan_world(request, worker.world_size, on_this_host))
     hosts = (LOOPBACK,) if worker.world_size == on_this_host else host_addresses()
     store = connect_to_store(work.settings.timeout)
     with (
@@ -198,7 +198,7 @@ def serve_as_agent(info: RankInfo, pipe: Connection, folder: Path) -> None:
         RankError: Rank 0's worker is lost.
     """
     # The rank server must not wait for a rank whose descendants live.
-    with open_restarter(info) as start_rank, process.kill_new_descendants_at_end():
+    with open_rank_restarter(info) as start_rank, process.kill_new_descendants_at_end():
         try:
             outcome = proxy_rank(start_rank(), pipe, folder, start_rank)
         except LauncherGoneError:

@@ -38,7 +38,7 @@ def launch(work: Work, *, retries: int = 0, awaited_hosts: int = 0) -> None:
         from ray.util import get_node_ip_address, placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        work = work.choose_world(lambda request: find_world(request, awaited_hosts, work.settings.timeout))
+        work = work.choose_world(lambda request: plan_world(request, awaited_hosts, work.settings.timeout))
         num_ranks = work.world.num_ranks
         needs = {"CPU": work.world.threads, "GPU": 1 if work.world.device_type == "cuda" else 0}
         group = placement_group([{name: need for name, need in needs.items() if need}] * num_ranks, strategy="PACK")
@@ -81,12 +81,12 @@ def raise_if_task_failed(tasks: Sequence[Any]) -> None:
         raise agent_start_error("a host of the Ray cluster", error) from None
 
 
-def find_world(request: Request, awaited_hosts: int = 0, seconds: float = 0.0) -> World:
+def plan_world(request: Request, awaited_hosts: int = 0, seconds: float = 0.0) -> World:
     """Return the World for ranks on the Ray cluster: number of ranks, device and threads.
 
     Call this function in a block of :func:`connected`. Each rank gets one GPU, or each rank gets the same number of
-    CPUs. Waits up to ``seconds`` for ``awaited_hosts`` nodes. If the cluster has room for fewer ranks, prints the
-    number.
+    CPUs. Waits up to ``seconds`` for ``awaited_hosts`` nodes with CPUs, and prints each change of their number. If the
+    cluster has room for fewer ranks than requested, prints how many ranks start.
 
     Raises:
         UnreachableError: The nodes have not joined within ``seconds``.

@@ -48,11 +48,13 @@ def build_model(
     """Return a model with new weights, drawn from the global random generators of torch, Python and NumPy.
 
     A built-in model maps float32 [N, channels, height, width] to outputs [N, num_classes]. A
-    ``package.module:callable`` is imported, and called with ``options``. ``num_classes`` and ``input_shape`` are
-    passed, too, if the callable has these parameters or accepts any keyword. Exceptions of the callable pass through.
+    ``package.module:callable`` is imported, and called with ``options``. If the callable has the parameters
+    ``num_classes`` and ``input_shape``, or accepts any keyword, these two are passed, too. Exceptions of the callable
+    pass through.
 
-    ``input_shape`` is the shape of one sample: (channels, height, width) for images, else the shape of the tensor. For
-    several tensors, it is a tuple or dict of shapes. A size that differs between samples is None.
+    ``input_shape`` is ``spec.shapes()``, the shape of one sample: (channels, height, width) for images, else the shape
+    of the tensor. For several tensors, ``input_shape`` is a tuple or dict of shapes. A size that differs between
+    samples is None.
 
     Raises:
         UserError: The callable cannot be loaded, is a module instance, or returns no module. Also if the options do not

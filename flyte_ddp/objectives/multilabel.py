@@ -98,7 +98,10 @@ class Multilabel(Objective):
         return self.facts.classes or tuple(map(str, range(labels)))
 
     def answers(self, outputs: Any) -> TableColumns:
-        """Return a table's columns: ``prediction`` (the predicted labels as a text) and ``probability_<label>``."""
+        """Return a table's columns: ``prediction`` (the predicted labels as a text) and ``probability_<label>``.
+
+        ``outputs`` are logits.
+        """
         probabilities = outputs.sigmoid().cpu()
         names = self.name_labels(probabilities.shape[1])
         columns, predicted = (

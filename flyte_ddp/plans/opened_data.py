@@ -71,6 +71,12 @@ class OpenedData:
         return {side: leaves[1] for side, leaves in stored.items() if leaves and isinstance(leaves[1], single)}
 
     def check_stored_targets(self, check: Callable[[NDArray[Any]], None]) -> bool:
+        """Call ``check`` with the stored targets of each side, and return whether stored targets exist.
+
+        Raises:
+            UserError: ``check`` raised the error. The text names the split, and the first wrong sample of ragged
+                targets.
+        """
         for side, targets in self.stored_targets.items():
             try:
                 check(as_rows(targets))

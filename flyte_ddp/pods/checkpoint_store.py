@@ -77,6 +77,7 @@ class CheckpointStore:
         """Download the run's newest readable checkpoint to ``path``, and return the checkpoint.
 
         Returns None without checkpoints. Makes up to 4 tries of each request, and prints the pauses between tries.
+        Prints the attempt of the checkpoint, and the faults of unusable checkpoints.
 
         Raises:
             UserError: Checkpoints cannot be listed or read, or too many earlier attempts made no progress.

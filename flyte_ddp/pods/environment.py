@@ -34,7 +34,11 @@ REPORT_SECONDS = 5  # part of a pod's grace period, for the report to the platfo
 
 
 def make_pod_environment() -> dict[str, str]:
-    """Return the environment variables of every pod: code, profile, nodes and registered settings.
+    """Return the environment variables of every pod.
+
+    The variables are the digest of the library's code, the profile, the profile's GPUs, the number of nodes, the
+    modules that hyperparameters may name (all), and the settings that a registration copies to all pods. These settings
+    override the other variables.
 
     Raises:
         UserError: FLYTE_DDP_PROFILE is wrong, or a setting contains credentials.
@@ -45,7 +49,7 @@ def make_pod_environment() -> dict[str, str]:
         REQUESTED_GPUS: str(read_profile().gpus),
         NODES_VARIABLE: read_text_variable(NODES_VARIABLE),
         MODULES: ".",
-        **list_registered_settings(ALL_PODS),
+        **list_settings_for_pods(ALL_PODS),
     }
 
 
@@ -60,7 +64,7 @@ def make_training_environment() -> dict[str, str]:
         "FLYTE_DDP_SAVE_SECONDS": str(grace // 2),  # the rest is for ending the ranks, and uploading the checkpoint
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(grace - REPORT_SECONDS),
         SECRET_VARIABLE: "/".join(read_wandb_secret_id() or ("off",)),
-        **list_registered_settings(TRAINING_PODS),
+        **list_settings_for_pods(TRAINING_PODS),
     }
 
 
@@ -73,10 +77,10 @@ def make_cache_limit_variable() -> dict[str, str]:
     return {CACHE_VARIABLE: os.environ.get(CACHE_VARIABLE) or str(disk // 2)}
 
 
-def list_registered_settings(kind: str = "") -> dict[str, str]:
+def list_settings_for_pods(kind: str = "") -> dict[str, str]:
     """Return the variables of this environment that a registration copies to pods of ``kind``, such as ALL_PODS.
 
-    If ``kind`` is "", returns the variables for all kinds of pods.
+    If ``kind`` is "", returns the variables of every kind together.
 
     Raises:
         UserError: A setting contains credentials.
@@ -122,7 +126,7 @@ def make_settings_digest_variable() -> dict[str, str]:
 
     The digest is a part of the registration's version, so other settings make another version.
     """
-    variables = list_registered_settings() | make_pod_environment()
+    variables = list_settings_for_pods() | make_pod_environment()
     text = "\n".join(f"{name}={value}" for name, value in sorted(variables.items()))
     return {"FLYTE_DDP_SETTINGS": hashlib.sha256(text.encode()).hexdigest()[:12]}
 
@@ -161,7 +165,7 @@ def refuse_unregistered_code() -> None:
 if __name__ == "__main__":
     try:
         check_settings_for_pods()
-        for setting, text in list_registered_settings().items():
+        for setting, text in list_settings_for_pods().items():
             if setting != PROFILE_VARIABLE:  # for which the script has an option
                 print(f"{setting}={text}")
     except UserError as error:

@@ -52,13 +52,13 @@ def complete_interrupted_move(name: str) -> bool:
     Raises:
         UserError: The run is still active.
     """
-    from flyte_ddp.core.runs.run_folder import lock_run_folder, publish_if_complete
+    from flyte_ddp.core.runs.run_folder import lock_run_folder, move_complete_run_into_place
 
     if is_in_pod():
         return False
     folder = resolve_folder(name)
     with lock_run_folder(folder):
-        return publish_if_complete(folder)
+        return move_complete_run_into_place(folder)
 
 
 def add_folder_token(name: str, *, complete: bool) -> str:

@@ -72,19 +72,21 @@ def sync_checkpoints_with_store(
     """In a pod, copy a run's checkpoints from and to the blob store, so that a later attempt can resume.
 
     Before the block, downloads the run's newest checkpoint, and defers SIGTERM meanwhile. During the block, a thread
-    uploads new checkpoints, and prints the first failure. The end of the block waits for the last upload, and writes a
-    note on how the attempt ended. Outside of pods, does nothing of this.
+    uploads new checkpoints, and prints the first failure. Uploads keep only the execution's 2 newest checkpoints. The
+    end of the block waits for the last upload. After an error, the end of the block writes a note with the error.
+    Without an error, the function that ``defer`` gets writes the note. Outside of pods, does nothing of this.
 
     Yields:
-        A function to call when the data are available, before the ranks start. The function returns the run's settings,
-        and in a pod writes a note that the ranks start.
+        A function to call when the data are available, before the ranks start. The function returns the run's settings.
+        In a pod, the function also writes a note that the ranks start, in up to 4 tries with pauses.
 
     Args:
         platform: The platform that executes this task.
         run_folder: The run's folder, which has the run's name.
         output_folder: Folder to which the ranks write.
-        defer: Called with a callback of :func:`record_result_and_delete_old_files` after a block without an error. Must
-            call back when the outputs are written. The default calls back at once.
+        defer: If the block raises no error, its end calls ``defer`` with a function. ``defer`` must call the function
+            when the outputs are written. The function writes the note that the attempt has a result, and deletes old
+            files of all runs of the project, in up to 30 s. The default calls the function at once.
 
     Raises:
         UserError: Checkpoints cannot be listed or read, or too many earlier attempts made no progress.
@@ -101,8 +103,14 @@ def sync_checkpoints_with_store(
         newest = store.download_newest_checkpoint(folder / SLOTS[0])
     uploader = CheckpointUploader(store, folder)
 
-    def start_attempt() -> Settings:
-        """Write a note that the ranks start, and return the settings. Prints if the blob store forbids the note."""
+    def record_start_and_read_settings() -> Settings:
+        """Record in the blob store that this attempt starts its ranks, and return the settings.
+
+        Makes up to 4 tries, with printed pauses. Prints if the blob store forbids the note. May set WANDB_API_KEY.
+
+        Raises:
+            UnreachableError: All tries failed by an outage.
+        """
         settings = read_run_settings(platform, run)
         try:
             store.record_attempt_start(newest.step if newest else 0)
@@ -114,7 +122,7 @@ def sync_checkpoints_with_store(
     thread = start_thread_in_context("uploader", uploader.upload_until_stopped)
     failure: BaseException | None = None
     try:
-        yield start_attempt
+        yield record_start_and_read_settings
     except BaseException as error:
         failure = error
         raise

@@ -28,7 +28,7 @@ from flyte_ddp.core.user_code.callables import load_callable
 from flyte_ddp.core.user_code.source import translate_user_errors
 from flyte_ddp.core.user_code.stored import find_sources, import_stored_module
 from flyte_ddp.datasets import columns
-from flyte_ddp.datasets.leaf_conversion import convert_inputs, convert_new_inputs, convert_ragged
+from flyte_ddp.datasets.leaf_conversion import convert_inputs_and_ids, convert_new_inputs_and_ids, convert_ragged
 from flyte_ddp.datasets.rows import order_columns, take_rows
 from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.datasets.table import Table, make_table, prepare_copy, read_rows
@@ -98,7 +98,7 @@ class Preprocessing:
             UserError: A column is missing, an input is NaN or infinite, or the data set is not a Table. The user's code
                 raises.
         """
-        inputs, _ = convert_inputs(f"{self.error_prefix}: ", self._call_prepare(rows), None)
+        inputs, _ = convert_inputs_and_ids(f"{self.error_prefix}: ", self._call_prepare(rows), None)
         return cast_leaves_if_exact(inputs, self.types)
 
     def read(self, source: Any) -> NewRows:
@@ -124,7 +124,7 @@ class Preprocessing:
                 raise UserError(f"{self.error_prefix}: {what}")
             given, given_ids = returned
             given = columns.order_frames(f"{self.error_prefix}: inputs", given, self.packed.columns)
-        inputs, ids = convert_new_inputs(f"{self.error_prefix}: ", given, given_ids)
+        inputs, ids = convert_new_inputs_and_ids(f"{self.error_prefix}: ", given, given_ids)
         bad, named = dict[int, str](), name_leaves(given)
         for key, leaf in name_leaves(inputs).items():
             parts = (leaf.values, None, leaf.ends) if isinstance(leaf, Ragged) else (leaf, named[key])

@@ -283,7 +283,8 @@ def get_class_name(dataset: str, label: int, names: Sequence[str]) -> str:
 def mask_undecoded_targets(targets: Tensor, decoded: Sequence[bool]) -> Tensor:
     """Return a copy of the targets [n, ...] with unknown values for samples that are not ``decoded``.
 
-    An unknown value is NaN, or IGNORED for whole numbers. The loader has filled in the targets of substitute samples.
+    An unknown value is NaN, or IGNORED for whole numbers. In ``targets``, the rows of these samples have the targets of
+    other samples, because the loader substitutes samples that cannot be decoded.
     """
     unknown = torch.nan if targets.is_floating_point() else IGNORED
     hidden = ~torch.tensor(decoded, device=targets.device)

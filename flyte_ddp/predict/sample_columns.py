@@ -60,7 +60,7 @@ def compute_sample_columns(
     found = {**shown, **found}
     own = type(model.objective).answers
     if own is Classification.answers:
-        found |= compute_class_columns(outputs, model.objective)
+        found |= compute_prediction_columns(outputs, model.objective)
     elif own is Language.answers:
         found |= compute_text_columns(extract_token_logits(outputs), leaves)
     else:
@@ -120,8 +120,12 @@ def measure_lengths(leaf: Tensor) -> Tensor:
     return (there * torch.arange(1, leaf.shape[1] + 1)).amax(1)
 
 
-def compute_class_columns(logits: Tensor, objective: Objective) -> dict[str, Column]:
-    """Return predicted class, confidence and entropy (nats) of each sample. ``logits`` have the shape [n, classes]."""
+def compute_prediction_columns(logits: Tensor, objective: Objective) -> dict[str, Column]:
+    """Return the columns ``prediction``, ``confidence`` and ``entropy`` for the logits [n, classes] of n samples.
+
+    ``prediction`` is the class's name, by the objective's threshold if the objective has a threshold. ``confidence`` is
+    the probability of this class, and ``entropy`` is in nats.
+    """
     predicted, names = predict_classes(objective, logits).cpu(), np.array(objective.facts.classes)
     confidence, entropy = torch.empty(2, len(logits), dtype=torch.float64)
     start = 0

@@ -77,7 +77,7 @@ def compare_with_champion(challenge: Challenge, judgement: Judgement, ours: Eval
     seen = find_seen_samples(judgement.test_digests, filter(None, known))
     ours, others = exclude_seen_samples(challenge, judgement, seen, ours, others)
     slices = {name: np.flatnonzero(np.isin(ours.places, places)) for name, places in slices.items()}
-    return decide_by_tests(challenge, judgement, ours, others, slices)
+    return add_test_checks_and_decide(challenge, judgement, ours, others, slices)
 
 
 def exclude_seen_samples(
@@ -126,7 +126,7 @@ def exclude_seen_samples(
     return ours, others
 
 
-def decide_by_tests(
+def add_test_checks_and_decide(
     challenge: Challenge,
     judgement: Judgement,
     ours: Evaluation,
@@ -135,9 +135,12 @@ def decide_by_tests(
 ) -> Decision:
     """Test the differences of scores by the policy's rule, and return the decision.
 
-    Adds the Checks and vetoes to the verdict, and the Checks of each class, label or slice to the judgement. Counts a
-    look at the test split unless all scores are equal. If the challenger is better than all other models, makes the
-    challenger the best version of the verdict.
+    If every score equals the champion's, returns KEPT. Otherwise returns PROMOTED, also if a Check fails, because a
+    failed Check later turns PROMOTED into KEPT.
+
+    Adds the Checks and vetoes to the verdict, and the Checks of each class, label or slice to the judgement. Unless
+    every score equals the champion's, sets the verdict's significance level. If the verdict may also promote, counts a
+    look at the test split. If the challenger is better than all other models, sets ``verdict.best`` to the challenger.
 
     Args:
         challenge: The challenger and the rules.

@@ -249,9 +249,10 @@ def describe_constant_lines(title: str, lines: Sequence[Series]) -> str:
 
 
 def list_hyperparameter_rows(given: Mapping[str, Any]) -> dict[str, list[tuple[str, ...]]]:
-    """Return table rows (name, value, default, meaning) of hyperparameters, under ``changed`` and ``others``.
+    """Return table rows (name, value, default, meaning) of the hyperparameters in ``given``.
 
-    A row is under ``changed`` if the value is not the default.
+    If the value is not the default, the row is under ``changed``, else under ``others``. Value and default are JSON,
+    and the meaning is safe HTML.
     """
     rows: dict[str, list[tuple[str, ...]]] = {"changed": [], "others": []}
     for field in dataclasses.fields(Hyperparameters):

@@ -132,7 +132,7 @@ def print_stream_plan(index: str, num_shards: int, samples: int, **options: Any)
     planned = StreamPlan(Loaders(**options), counts)
     for line in planned.describe_in_lines():
         click.echo(line)
-    planned.check_exact()
+    planned.require_equal_batch_counts()
 
 
 if __name__ == "__main__":

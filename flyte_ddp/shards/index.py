@@ -162,27 +162,32 @@ def read_index(address: str) -> ShardIndex:
         UserError: An index cannot be read, is malformed, or names an address that is not allowed. Also if indexes have
             different classes.
     """
-    return parse_index(address, load_index_json(address))
+    return build_index_with_parts(address, load_index_json(address))
 
 
 @pause_garbage_collector()
-def parse_index(address: str, index_json: IndexJson) -> ShardIndex:
-    """Make the index at ``address`` from its JSON. Also reads indexes that the JSON names, in up to 4 tries.
+def build_index_with_parts(address: str, index_json: IndexJson) -> ShardIndex:
+    """Build a ShardIndex from JSON that was read from ``address``.
+
+    Also reads each index that the JSON names, in up to 4 tries with pauses. Python's garbage collector is off
+    meanwhile.
 
     Raises:
         UserError: An index cannot be read, is malformed, or names an address that is not allowed. Also if indexes have
             different classes.
     """
     try:
-        return parse_index_fields(address, index_json)
+        return build_index_from_fields(address, index_json)
     except UserError:
         raise
     except WRONG_TYPES as error:
         raise make_malformed_index_error(address, f"a field is missing or has a wrong type ({error!r})") from None
 
 
-def parse_index_fields(address: str, index_json: IndexJson) -> ShardIndex:
-    """Make the index at ``address`` from its JSON. Also reads indexes that the JSON names, in up to 4 tries.
+def build_index_from_fields(address: str, index_json: IndexJson) -> ShardIndex:
+    """Build a ShardIndex from JSON that was read from ``address``.
+
+    Also reads each index that the JSON names, in up to 4 tries with pauses.
 
     Raises:
         WRONG_TYPES: A field is missing or has a wrong type.

@@ -30,9 +30,9 @@ from flyte_ddp.shards.index import (
     Part,
     Shard,
     ShardIndex,
+    build_index_with_parts,
     load_index_json,
     make_shard_entry,
-    parse_index,
     read_index,
 )
 from flyte_ddp.shards.members import LABEL, choose_image_and_label, open_image_lazily, parse_class_number
@@ -302,7 +302,7 @@ def join_indexes(
         for address, weight in zip(addresses, weights or [1.0] * len(addresses), strict=True)
     ]
     content: IndexJson = {"name": name or output.stem, "datasets": references}
-    index = parse_index(str(output), content)
+    index = build_index_with_parts(str(output), content)
     for reference, part in zip(references, index.parts, strict=True):
         reference["name"] = part.name
     write_index_file(output, {**content, EXTENSION: {"classes": index.classes}})

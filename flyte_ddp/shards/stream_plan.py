@@ -90,7 +90,7 @@ class StreamPlan:
         if self.is_exact:
             yield f"every rank gets {self.batches[0]:,} batches"
 
-    def check_exact(self) -> None:
+    def require_equal_batch_counts(self) -> None:
         """Raise UserError if ranks get different numbers of batches, or if no rank gets a batch.
 
         The error suggests options.

@@ -150,7 +150,10 @@ class Archive:
     def seek(self, place: int) -> None:
         """Move forward to byte ``place``. A file that is not seekable is read to ``place``.
 
-        If a seekable file ends before, the next read raises the error.
+        If a seekable file ends before ``place``, the next read raises the UserError.
+
+        Raises:
+            UserError: The file is not seekable, and ends before ``place``.
         """
         if self.file.seekable():
             self.file.seek(place - self.place, 1)

@@ -189,7 +189,9 @@ def list_files(address: str) -> Iterator[Entry]:
 
 
 def list_folders(address: str) -> list[str]:
-    """Return the sorted names of the folders directly in a folder or below a prefix. Hidden local folders are skipped.
+    """Return the sorted names of the folders directly in a local folder, or one level below a bucket's prefix.
+
+    Hidden local folders are skipped.
 
     Raises:
         MissingError: The folder of this machine does not exist.

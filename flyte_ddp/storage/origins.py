@@ -74,7 +74,8 @@ def describe_redirect_problem(source: str, target: str) -> str:
 
     A redirect may lead to the same server, to an address in FLYTE_DDP_ALLOWED_ADDRESSES, or to a public host. A
     redirect from https to http is rejected, unless the target is in FLYTE_DDP_ALLOWED_ADDRESSES. Looks up the name of
-    another host, without a timeout. An unknown name is allowed, because a proxy may know the name.
+    another host, without a timeout. An unknown name is allowed, because a proxy may know the name. If ``target`` has
+    another scheme than http or https, returns "", because requests rejects the redirect.
     """
     if target.partition("://")[0].lower() not in PORTS:
         return ""  # requests rejects the address
@@ -91,12 +92,16 @@ def describe_redirect_problem(source: str, target: str) -> str:
     return "" if is_public else "which is another host without a public address"
 
 
-def is_public_ip(host: str) -> bool:
+def is_public_ip(text: str) -> bool:
     """Return whether an IP address belongs to a public host.
 
-    For an IPv6 address that contains an IPv4 address, the IPv4 address decides, because a gateway may use it.
+    If an IPv6 address contains an IPv4 address, the IPv4 address decides, because a gateway (NAT64, 6to4) may forward
+    to the IPv4 address.
+
+    Raises:
+        ValueError: The text is not an IP address, for example a host's name.
     """
-    ip: IPv4Address | IPv6Address = ip_address(host.partition("%")[0])
+    ip: IPv4Address | IPv6Address = ip_address(text.partition("%")[0])
     if isinstance(ip, IPv6Address):
         inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
         if any(ip in network for network in EMBEDDING):

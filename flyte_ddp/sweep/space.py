@@ -254,9 +254,12 @@ def check_sweep(sweep: Sweep, base: Hyperparameters) -> None:
 def draw_trials(sweep: Sweep, base: Hyperparameters, results: Mapping[Any, float | None]) -> list[Hyperparameters]:
     """Return the trials of a sweep that are known so far, as hyperparameters, in the order of the draws.
 
-    With qmc, all trials are known at once. With tpe, the trials in ``results`` and up to nine more are known. All
-    trials differ. Trials that the hyperparameters' rules reject are skipped. A larger number of trials only appends
-    trials. With tpe sets Optuna's log level.
+    If the sampler is tpe and the space has more combinations than ``trials``, returns the trials of the complete waves
+    (of nine) in ``results``, and the trials of the next wave. Sets Optuna's log level. Otherwise the points of a Sobol
+    sequence are all trials, and all trials are known at once.
+
+    All trials differ. Trials that the hyperparameters' rules reject are skipped. A larger ``sweep.trials`` keeps the
+    earlier trials. With tpe, the earlier trials change if ``trials`` reaches the number of combinations.
 
     Args:
         sweep: The space, and the number of trials to draw.

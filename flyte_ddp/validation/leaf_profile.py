@@ -384,10 +384,11 @@ def count_targets(values: Values, kind: str) -> Counter[str]:
 
 
 def find_labels_out_of_range(samples: Sequence[int], values: Values, classes: int) -> dict[str, int]:
-    """Return the smallest and the largest label outside of 0..classes-1, each with the number of a sample.
+    """Return the smallest label if negative, and the largest label if not below ``classes``, with a sample's number.
 
-    A label is a class number or a token. Returns {} if all labels are in the range. Ignored tokens are skipped.
-    ``samples`` are the numbers of the samples, and ``values`` the samples' class numbers or tokens.
+    A key of the result is a label as a text, and its value is the number of a sample with the label. A label is a class
+    number or a token. Ignored tokens are skipped. ``samples`` are the numbers of the samples, and ``values`` the
+    samples' class numbers or tokens.
     """
     lowest = apply_to_rows(values, lambda rows: np.where(rows == IGNORED_TOKEN, 0, rows).min(1, initial=0))
     highest = apply_to_rows(values, lambda rows: rows.max(1, initial=0))

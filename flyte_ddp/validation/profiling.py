@@ -203,14 +203,17 @@ class Difference(NamedTuple):
     text: str
 
 
-def find_differences(profile: DataProfile, champion: DataProfile, least: float = SHIFT) -> Iterator[Difference]:
+def iterate_differences_from_champion(
+    profile: DataProfile, champion: DataProfile, least: float = SHIFT
+) -> Iterator[Difference]:
     """Yield the statistics that differ from the champion's data in at least a share ``least`` of the samples.
 
-    Only differences with p < 0.001 by Pearson's chi-squared test (Bonferroni) are yielded. Both splits are compared.
+    Each split is compared with the champion's same split. Only differences with p < 0.001 by Pearson's chi-squared test
+    (Bonferroni) are yielded. The share is the total variation distance of the two distributions. If samples have
+    several labels, mask classes or tokens, the share is the largest change of a value's share.
 
-    The share is the total variation distance of the two distributions. If samples have several labels, mask classes or
-    tokens, the share is the largest change of a value's share. Other classes, and new or missing statistics, have the
-    share 1.
+    A changed list of classes, all new statistics together, and all missing statistics together are a Difference each,
+    with the share 1 and without a test.
     """
     ours, theirs = profile.training.statistics, champion.training.statistics
     statistics = [statistic for statistic in ours if statistic in theirs]

@@ -98,9 +98,11 @@ def run_in_folder(call: Call, run: str, request: Request, launch: Launch | None)
     folder = resolve_folder(run)
     with (
         publish_function_page(PLATFORM, folder, run),
-        sync_checkpoints_with_store(PLATFORM, folder, folder, defer=call_when_outputs_written) as start_attempt,
+        sync_checkpoints_with_store(
+            PLATFORM, folder, folder, defer=call_when_outputs_written
+        ) as record_start_and_read_settings,
     ):
-        settings = disable_wandb_without_key(start_attempt())
+        settings = disable_wandb_without_key(record_start_and_read_settings())
         print_saves_of_other_code(run, folder)
         with print_how_to_resume_on_error(folder):
             returned = run_call_in_folder(call, request, folder, settings, launch)

@@ -14,7 +14,7 @@ from PIL import Image
 from flyte_ddp.core.errors import UserCodeError, UserError
 from flyte_ddp.core.progress import Progress
 from flyte_ddp.datasets import fetch, fingerprint, image_arrays, open_arrays
-from flyte_ddp.datasets.custom import CustomSet, arrays_from_result
+from flyte_ddp.datasets.custom import CustomSet, make_arrays_from_user_result
 from flyte_ddp.storage.identity import hash_address_content
 
 
@@ -72,7 +72,7 @@ TYPES: dict[str, tuple[Any, Any]] = {
 def test_image_types_are_converted(kind: str) -> None:
     image, expected = TYPES[kind]
     train = [(image, 0), (image, torch.tensor(1)), (image, np.int64(2))]
-    made = arrays_from_result("own:data", (train, train), Progress("off"))
+    made = make_arrays_from_user_result("own:data", (train, train), Progress("off"))
     np.testing.assert_array_equal(made.train_inputs, np.stack([expected] * 3))
     assert made.train_targets.tolist() == [0, 1, 2]
     assert made.classes == ("0", "1", "2")
@@ -90,7 +90,7 @@ class Named(list[Any]):
 def test_class_names_are_those_of_the_training_set_or_numbers(classes: Any, expected: str) -> None:
     train = Named([(GREY, 0), (GREY, 1)])
     train.classes = classes
-    assert arrays_from_result("own:data", (train, train[:1]), Progress("off")).classes == tuple(expected)
+    assert make_arrays_from_user_result("own:data", (train, train[:1]), Progress("off")).classes == tuple(expected)
 
 
 @pytest.mark.parametrize(
@@ -110,15 +110,15 @@ def test_class_names_are_those_of_the_training_set_or_numbers(classes: Any, expe
 )
 def test_wrong_results_are_refused(train: Any, said: str) -> None:
     with pytest.raises(UserError, match=f"dataset='own:data': .*{said}"):
-        arrays_from_result("own:data", (train, [(GREY, 0)]), Progress("off"))
+        make_arrays_from_user_result("own:data", (train, [(GREY, 0)]), Progress("off"))
 
 
 def test_arrays_can_be_returned() -> None:
     right = image_arrays(GREY[None], [0], GREY[None], [0], classes=["one"])
-    made = arrays_from_result("own:data", right, Progress("off"))
+    made = make_arrays_from_user_result("own:data", right, Progress("off"))
     assert (made.name, made.classes) == ("own:data", ("one",))
     with pytest.raises(UserError, match="returned NoneType; must return arrays"):
-        arrays_from_result("own:data", None, Progress("off"))
+        make_arrays_from_user_result("own:data", None, Progress("off"))
 
 
 def load_set(name: str, source: Path) -> Any:
@@ -247,7 +247,7 @@ class Raising:
 @pytest.mark.parametrize("error", [StopIteration(), IndexError("gone"), GeneratorExit(), KeyError("k")])
 def test_what_an_item_raises_is_told_with_the_item(error: BaseException) -> None:
     with pytest.raises(UserCodeError, match=f"^training set: item 3: {type(error).__name__}: ") as caught:
-        arrays_from_result("a:b", (Raising(error), Raising(error)), Progress("off"))
+        make_arrays_from_user_result("a:b", (Raising(error), Raising(error)), Progress("off"))
     assert caught.value.__cause__ is error
 
 
@@ -258,7 +258,7 @@ def test_a_length_that_is_none(length: float, said: str) -> None:
             return length  # type: ignore[return-value]
 
     with pytest.raises(UserError, match=rf"training set: len\(\) of a Set fails \(.*{said}.*\); must be the number"):
-        arrays_from_result("a:b", (Set(KeyError()), Set(KeyError())), Progress("off"))
+        make_arrays_from_user_result("a:b", (Set(KeyError()), Set(KeyError())), Progress("off"))
 
 
 @pytest.mark.parametrize("line", [b"index/", b"/a.idx", b"!a.idx", b"\xff"])

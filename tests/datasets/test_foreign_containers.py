@@ -18,7 +18,7 @@ from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.samples.leaves import Ragged
 from flyte_ddp.datasets.collate import collate_samples
 from flyte_ddp.datasets.columns import require_distinct
-from flyte_ddp.datasets.leaf_conversion import convert_new_inputs
+from flyte_ddp.datasets.leaf_conversion import convert_new_inputs_and_ids
 
 N = 5
 NUMBERS = np.random.default_rng(0).normal(size=(N, 2))
@@ -193,7 +193,7 @@ def test_values_that_float32_cannot_tell_apart_are_refused(given: Any, words: st
         arrays((given, None), (given, None))
     with pytest.raises(UserError, match=r"^train_targets: "):
         arrays((np.zeros(len(given)), given), (np.zeros(len(given)), given))
-    convert_new_inputs("", given, None)  # new rows may lie closer together than those of the training
+    convert_new_inputs_and_ids("", given, None)  # new rows may lie closer together than those of the training
 
 
 random = np.random.default_rng(1)

@@ -21,7 +21,7 @@ from flyte_ddp.core.progress import Progress
 from flyte_ddp.core.samples.leaves import get_leaves_form, name_leaves
 from flyte_ddp.datasets import fetch, image_arrays, open_prepared
 from flyte_ddp.datasets.collate import collate_samples
-from flyte_ddp.datasets.custom import arrays_from_result
+from flyte_ddp.datasets.custom import make_arrays_from_user_result
 from flyte_ddp.datasets.items import Items
 from flyte_ddp.datasets.prepared import check_prepared_set
 from flyte_ddp.datasets.prepared_folder import read_description
@@ -165,7 +165,7 @@ class Named(list[Any]):
 
 def test_attributes_of_a_set_are_kept() -> None:
     items = Named(zip(NUMBERS, CLASSES, strict=True))
-    found = arrays_from_result("own:data", (items, items[:2]), Progress("off"))
+    found = make_arrays_from_user_result("own:data", (items, items[:2]), Progress("off"))
     assert found.classes == ("low", "high")
     assert found.sample_weights is not None
     assert found.sample_weights.tolist() == [1, 2, 3, 0, 0, 0]
@@ -184,7 +184,7 @@ def test_attributes_of_a_set_are_kept() -> None:
 )
 def test_items_that_do_not_fit_are_refused(items: list[Any], words: str) -> None:
     with pytest.raises(UserError, match=f"dataset='own:data': .*{words}"):
-        arrays_from_result("own:data", (items, [((1, 2), 0)]), Progress("off"))
+        make_arrays_from_user_result("own:data", (items, [((1, 2), 0)]), Progress("off"))
 
 
 def pair(inputs: Any, targets: Any = CLASSES) -> tuple[Any, Any]:

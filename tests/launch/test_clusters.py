@@ -34,9 +34,9 @@ class TestDask:
             with dask.connected() as client:
                 assert client.scheduler.address == other.scheduler.address
                 assert client is not other
-                found = dask.find_world(Request(0), client, 60.0)
+                found = dask.plan_world(Request(0), client, 60.0)
                 assert (found.num_ranks, found.threads) == (4, 1)
-                assert dask.find_world(Request(9), client, 0.0).num_ranks == 4
+                assert dask.plan_world(Request(9), client, 0.0).num_ranks == 4
         said = "4 of 9 workers of the Dask cluster\nnum_ranks=9: the Dask cluster has 4 workers; starting 4 ranks\n"
         assert capsys.readouterr().err == said
 

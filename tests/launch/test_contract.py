@@ -115,13 +115,13 @@ def test_how_many_ranks_a_ray_cluster_has_room_for(launch: Launch, ray_address: 
         patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv(ray.ADDRESS, ray_address)
         with ray.connected():
-            assert ray.find_world(Request(9)).num_ranks == 4
+            assert ray.plan_world(Request(9)).num_ranks == 4
             assert "num_ranks=9: the Ray cluster has 4 CPUs; starting 4 ranks\n" in capsys.readouterr().err
-            found = ray.find_world(Request(2), 1, 60)
+            found = ray.plan_world(Request(2), 1, 60)
             assert (found.num_ranks, found.threads) == (2, 2)
             with pytest.raises(UserError, match="num_ranks=5: the Ray cluster has 4 CPUs, and each rank needs one"):
-                ray.find_world(Request(5), 1, 60)
+                ray.plan_world(Request(5), 1, 60)
             with pytest.raises(UnreachableError, match="1 of 2 nodes of the Ray cluster"):
-                ray.find_world(Request(2), 2, 0)
+                ray.plan_world(Request(2), 2, 0)
             with pytest.raises(UserError, match="backend='nccl': the Ray cluster has no GPU"):
-                ray.find_world(Request(backend="nccl"))
+                ray.plan_world(Request(backend="nccl"))

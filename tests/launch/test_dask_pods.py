@@ -119,9 +119,9 @@ def test_a_run_sends_its_sources_to_workers_that_have_none(client: distributed.C
     [worker] = dask.list_workers(client).values()
     assert (worker["name"], worker["nthreads"], worker["memory_limit"]) == ("one", 2, 2 * 2**30)
     with pytest.raises(UserError, match="num_ranks=3: the Dask cluster has 2 workers, and each rank needs one"):
-        dask.find_world(Request(3), client, 300.0, awaited_hosts=2)
+        dask.plan_world(Request(3), client, 300.0, awaited_hosts=2)
     with pytest.raises(UnreachableError, match="1 of 2 workers of the Dask cluster"):
-        dask.find_world(Request(2), client, 0.0, awaited_hosts=2)
+        dask.plan_world(Request(2), client, 0.0, awaited_hosts=2)
     assert [*client.run(library).values()] == [None]
     shutil.copytree(ROOT / "flyte_ddp", project / "flyte_ddp", ignore=shutil.ignore_patterns("__pycache__"))
     (project / "mine.py").write_text(OWN_FUNCTION)

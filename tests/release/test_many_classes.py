@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from flyte_ddp.objectives import Classification, Facts
 from flyte_ddp.objectives.classification import split_logits
-from flyte_ddp.predict.sample_columns import compute_class_columns
+from flyte_ddp.predict.sample_columns import compute_prediction_columns
 from flyte_ddp.release.evaluation import Evaluation, evaluate_best_constant
 
 N, CLASSES = 8000, 1000
@@ -89,12 +89,12 @@ def test_a_judgement_makes_no_tensor_as_large_as_a_batch(logits: Tensor, truth: 
     with LargestTensor(logits) as largest:
         found = evaluate(logits, truth)
         evaluate_best_constant(found)
-        compute_class_columns(logits, OBJECTIVE)
+        compute_prediction_columns(logits, OBJECTIVE)
     assert logits.nbytes / 100 < largest.bytes < logits.nbytes / 20
 
 
 def test_the_reference_has_the_confidence_and_entropy_of_each_sample(logits: Tensor) -> None:
-    described, shares = compute_class_columns(logits, OBJECTIVE), logits.double().softmax(1).numpy()
+    described, shares = compute_prediction_columns(logits, OBJECTIVE), logits.double().softmax(1).numpy()
     assert described["prediction"].tolist() == [f"class {number}" for number in shares.argmax(1)]
     np.testing.assert_allclose(described["confidence"], shares.max(1), rtol=1e-12)
     np.testing.assert_allclose(described["entropy"], -(shares * np.log(shares)).sum(1), rtol=1e-12)

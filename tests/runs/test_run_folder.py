@@ -20,7 +20,7 @@ from flyte_ddp.core import results
 from flyte_ddp.core.errors import StoppedError, UserError
 from flyte_ddp.core.models import saving
 from flyte_ddp.core.runs import checkpoint
-from flyte_ddp.core.runs.run_folder import METRICS, OUTPUTS, UNFINISHED, is_finished, publish_if_complete
+from flyte_ddp.core.runs.run_folder import METRICS, OUTPUTS, UNFINISHED, is_finished, move_complete_run_into_place
 from flyte_ddp.core.training import train
 from flyte_ddp.report import page
 from flyte_ddp.run import Result, run_training
@@ -155,7 +155,7 @@ def test_ctrl_c_at_the_end_leaves_results_or_a_checkpoint(
 
     if moment in ("while it takes over", "when wandb has ended"):
         assert {path.name for path in folder.iterdir()} - {"wandb"} == ENTRIES, "by the run itself"
-    if publish_if_complete(folder) and contents(folder) != before:
+    if move_complete_run_into_place(folder) and contents(folder) != before:
         assert moment in ("while it takes over", "when wandb has ended")
     else:
         assert contents(folder) == before
@@ -182,10 +182,10 @@ def test_a_kill_while_it_takes_over_leaves_the_rest_to_the_next(tmp_path: Path) 
             (place / name).write_text(content)
     expected = {**dict.fromkeys(FILES, b"new"), f"{results.FOLDER}/new": b"new"}
     copies = 0
-    for copy in ended_before_each_change(folder, publish_if_complete):
+    for copy in ended_before_each_change(folder, move_complete_run_into_place):
         copies += 1
         assert is_finished(copy)
-        assert publish_if_complete(copy)
+        assert move_complete_run_into_place(copy)
         assert contents(copy) == expected
         assert not [*(copy / UNFINISHED).glob("*")]
     assert copies > len(FILES)
@@ -196,5 +196,5 @@ def test_what_is_half_done_is_not_taken_over(tmp_path: Path) -> None:
     work.mkdir()
     for name in (METRICS, *OUTPUTS[:-1]):
         (work / name).write_text("new")
-    assert not publish_if_complete(tmp_path)
+    assert not move_complete_run_into_place(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [UNFINISHED]

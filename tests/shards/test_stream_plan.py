@@ -36,10 +36,10 @@ def test_the_published_mistake_is_refused_with_the_published_fixes() -> None:
     assert plan.batches.tolist() == [36, 26, 26]
     assert plan.suggest_option_changes()[:2] == [{"nbatches": 26}, {"nbatches": 36, "dsrepeat": 2}]
     with pytest.raises(UserError, match=r"the ranks get 26 to 36 batches: .* use nbatches=26, or nbatches=36 with"):
-        plan.check_exact()
+        plan.require_equal_batch_counts()
     for way in ({"nbatches": 26}, {"nbatches": 36, "dsrepeat": 2}):
         fixed = StreamPlan(replace(SIMDIST, **way), np.array(PUBLISHED))
-        fixed.check_exact()
+        fixed.require_equal_batch_counts()
         assert fixed.batches.tolist() == [way["nbatches"]] * 3
 
 
@@ -77,7 +77,7 @@ def test_batches_that_no_worker_can_fill() -> None:
     plan = StreamPlan(few, np.array([3, 3, 2, 3]))
     assert not any("nbatches" in way for way in plan.suggest_option_changes())
     with pytest.raises(UserError, match="batch_size=4: no worker has more than 3 samples"):
-        plan.check_exact()
+        plan.require_equal_batch_counts()
     assert StreamPlan(replace(few, partial=True), plan.counts).batches.tolist() == [10, 10]
 
 

@@ -62,9 +62,11 @@ class TestInAPod:
     def attempt(folder: Path, work: Callable[[Path], object]) -> None:
         with (
             translate_errors_for_flyte(),
-            retries.sync_checkpoints_with_store(PLATFORM, folder / "run", folder / "run" / UNFINISHED) as start_attempt,
+            retries.sync_checkpoints_with_store(
+                PLATFORM, folder / "run", folder / "run" / UNFINISHED
+            ) as record_start_and_read_settings,
         ):
-            start_attempt()
+            record_start_and_read_settings()
             work(folder / "run" / UNFINISHED / FOLDER)
 
     @staticmethod
@@ -107,8 +109,8 @@ class TestInAPod:
         """Another attempt goes on from the last save if they could not be."""
         waiting: list[Callable[[], None]] = []
         attempt = partial(retries.sync_checkpoints_with_store, PLATFORM, tmp_path / "run", defer=waiting.append)
-        with attempt(tmp_path / "0") as start_attempt:
-            start_attempt()
+        with attempt(tmp_path / "0") as record_start_and_read_settings:
+            record_start_and_read_settings()
             write(tmp_path / "0" / FOLDER / SLOTS[0], 4)
         assert (names(project / "run"), names(project / "run", DONE)) == (["one 0 4"], [])
         with attempt(tmp_path / "1"):

@@ -118,20 +118,20 @@ def test_cpu_quota_of_a_container_counts(tmp_path: Path) -> None:
 
 
 def test_shared_memory_is_for_cpu_ranks_on_linux(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert hardware.choose_strategy(BASE.strategy, World(2)) == "shared_memory"
-    assert hardware.choose_strategy(BASE.strategy, World(2, "cuda")) == "ddp"
+    assert hardware.choose_gradient_averaging(BASE.strategy, World(2)) == "shared_memory"
+    assert hardware.choose_gradient_averaging(BASE.strategy, World(2, "cuda")) == "ddp"
     with pytest.raises(UserError, match=r"strategy='shared_memory': requires CPU ranks on Linux.*use strategy='ddp'"):
-        hardware.choose_strategy("shared_memory", World(2, "cuda"))
+        hardware.choose_gradient_averaging("shared_memory", World(2, "cuda"))
     monkeypatch.setattr("sys.platform", "darwin")
-    assert hardware.choose_strategy(BASE.strategy, World(2)) == "ddp"
+    assert hardware.choose_gradient_averaging(BASE.strategy, World(2)) == "ddp"
 
 
 def test_shared_memory_is_for_ranks_of_one_host() -> None:
     named = replace(BASE, strategy="shared_memory")
-    assert hardware.choose_strategy(named.strategy, World(2, hosts=("a", "a"))) == "shared_memory"
-    assert hardware.choose_strategy(BASE.strategy, World(2, hosts=("a", "b"))) == "ddp"
+    assert hardware.choose_gradient_averaging(named.strategy, World(2, hosts=("a", "a"))) == "shared_memory"
+    assert hardware.choose_gradient_averaging(BASE.strategy, World(2, hosts=("a", "b"))) == "ddp"
     with pytest.raises(UserError, match=r"strategy='shared_memory'.*all ranks on one host.* a, b;"):
-        hardware.choose_strategy(named.strategy, World(2, hosts=("b", "a")))
+        hardware.choose_gradient_averaging(named.strategy, World(2, hosts=("b", "a")))
 
 
 def test_a_split_that_leaves_nothing_to_train_on_is_refused_before_a_rank_starts(digits: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from flyte_ddp.datasets.prepared_set import write_prepared_set
 from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.validation.leaf_profile import count_by_range, describe_range
 from flyte_ddp.validation.profile import DataProfile, render_profile
-from flyte_ddp.validation.profiling import check_profile, compute_profile, find_differences
+from flyte_ddp.validation.profiling import check_profile, compute_profile, iterate_differences_from_champion
 
 RANDOM = np.random.default_rng(0)
 HP = Hyperparameters(dataset="tables:own")
@@ -106,9 +106,9 @@ def test_other_columns_and_lengths_are_told(tmp_path: Path) -> None:
         return arrays((parts[0], np.zeros(300, np.float32)), (parts[1], np.zeros(100, np.float32)))
 
     champion = profile_of(drawn(0), tmp_path / "champion")
-    assert not [*find_differences(profile_of(drawn(1), tmp_path / "same"), champion)]
+    assert not [*iterate_differences_from_champion(profile_of(drawn(1), tmp_path / "same"), champion)]
     now = profile_of(drawn(2, shift=3, longest=40), tmp_path / "now")
-    told = [each.text for each in find_differences(now, champion)]
+    told = [each.text for each in iterate_differences_from_champion(now, champion)]
     assert {re.split(" differs? ", line)[0] for line in told} == {
         f"{split} split: {what}" for split in ("training", "test")
         for what in ("column 3 of inputs row", "lengths of inputs text")
@@ -158,14 +158,14 @@ def test_columns_of_rows_are_compared_as_they_were_read(tmp_path: Path) -> None:
     champion = compute_profile(fetch("own_tables:Plans", str(first), tmp_path / "1", progress="off"))
     again = write_plans(tmp_path / "again.csv", seed=1)
     same = compute_profile(fetch("own_tables:Plans", str(again), tmp_path / "2", progress="off"))
-    assert not [*find_differences(same, champion)]
+    assert not [*iterate_differences_from_champion(same, champion)]
     lines = [line.split(",") for line in again.read_text().splitlines()]
     for place, line in enumerate(lines[1:]):
         line[1] = "z" if place % 4 == 0 else line[1]
         line[2] = f"{float(line[2]) * 1000}" if place % 11 == 0 else line[2]
     again.write_text("".join(",".join(line) + "\n" for line in lines))
     changed = compute_profile(fetch("own_tables:Plans", str(again), tmp_path / "3", progress="off"))
-    found = {each.text.partition(" differs")[0]: each for each in find_differences(changed, champion)}
+    found = {each.text.partition(" differs")[0]: each for each in iterate_differences_from_champion(changed, champion)}
     names = [f"{split} split: column {name}" for split in ("training", "test") for name in ("plan", "size")]
     assert sorted(found) == sorted(names)
     assert found["training split: column size"].share == pytest.approx(1 / 11, abs=0.03)

@@ -12,7 +12,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.validation.leaf_profile import count_by_range
 from flyte_ddp.validation.profile import LABELS, DataProfile, SplitProfile
-from flyte_ddp.validation.profiling import check_profile, find_differences
+from flyte_ddp.validation.profiling import check_profile, iterate_differences_from_champion
 
 HP = Hyperparameters(dataset="image_folder:x")
 
@@ -75,20 +75,20 @@ def test_a_difference_is_named_with_its_size() -> None:
     changed = {"colour modes": {"RGB": 75, "L": 25}, "sizes": {"small": 100}}
     now = replace(GOOD, training=split(changed, labels={"0": 80, "1": 20}))
     expected_p = chi2.sf(200 * (30 * 100) ** 2 / (130 * 70 * 100 * 100), 1)  # before Yates' correction
-    classes, modes, sizes = (each.text for each in find_differences(now, GOOD))
+    classes, modes, sizes = (each.text for each in iterate_differences_from_champion(now, GOOD))
     assert classes.startswith("training split: classes differ from the champion's in 30% of samples (p = ")
     assert classes.endswith("most in class cat: 80% instead of 50%")
     found = float(classes.partition("p = ")[2].partition(")")[0])
     assert abs(math.log10(found) - math.log10(expected_p)) < 1
     assert modes.startswith("training split: colour modes differ from the champion's in 25% of samples")
     assert sizes.endswith(("in large: 0% instead of 100%", "in small: 100% instead of 0%"))
-    assert not [*find_differences(GOOD, GOOD)]
-    [renamed] = find_differences(replace(now, classes=["cat", "dog", "cow"]), now)
+    assert not [*iterate_differences_from_champion(GOOD, GOOD)]
+    [renamed] = iterate_differences_from_champion(replace(now, classes=["cat", "dog", "cow"]), now)
     assert renamed == (1.0, "the classes differ from the champion's, and are cat, dog, cow")
     few = replace(GOOD, training=split(labels={"0": 4, "1": 1}))
-    assert not [*find_differences(few, GOOD)], "which chance explains"
+    assert not [*iterate_differences_from_champion(few, GOOD)], "which chance explains"
     small = replace(GOOD, training=split(labels={"0": 58_000, "1": 50_000}))
-    assert not [*find_differences(small, GOOD)], "which is too small to matter, though no chance"
+    assert not [*iterate_differences_from_champion(small, GOOD)], "which is too small to matter, though no chance"
 
 
 def test_a_change_to_both_sides_and_missing_rare_classes_are_found() -> None:
@@ -97,28 +97,31 @@ def test_a_change_to_both_sides_and_missing_rare_classes_are_found() -> None:
     before, now = random.normal(size=(2, 3000))
     now[:240] *= 1000
     numbers = [replace(GOOD, training=split({"column size": dict(count_by_range(each))})) for each in (before, now)]
-    [(share, warning)] = find_differences(numbers[1], numbers[0])
+    [(share, warning)] = iterate_differences_from_champion(numbers[1], numbers[0])
     assert share == pytest.approx(0.08, abs=0.02)
     assert warning.startswith("training split: column size differs from the champion's in ")
     many = [Counter(map(str, random.integers(low, 1000, size).tolist())) for low, size in ((0, 10_000), (300, 1000))]
     classes = [replace(GOOD, training=split(labels=dict(each))) for each in many]
-    [(share, _)] = find_differences(classes[1], classes[0])
+    [(share, _)] = iterate_differences_from_champion(classes[1], classes[0])
     assert share >= 0.3
 
 
 def test_labels_of_which_a_sample_may_have_several_are_compared_by_shares_of_samples() -> None:
     before = replace(GOOD, targets=LABELS, training=split(labels={"0": 10, "1": 10}))
     now = replace(before, training=split(labels={"0": 40, "1": 41}))
-    [(share, warning)] = find_differences(now, before)
+    [(share, warning)] = iterate_differences_from_champion(now, before)
     assert share == pytest.approx(0.31)
     assert "differ from the champion's in 31% of samples (p = " in warning
     assert warning.endswith("most in class dog: 41% instead of 10%")
     found = float(warning.partition("p = ")[2].partition(")")[0])
     expected = fisher_exact([[41, 59], [10, 90]]).pvalue
     assert abs(math.log10(found) - math.log10(expected)) < 1
-    assert not [*find_differences(before, before)]
+    assert not [*iterate_differences_from_champion(before, before)]
     gone = replace(before, training=split(labels={}))
-    [(_, warning)] = find_differences(gone, replace(before, training=split(labels={"0": 40, "1": 10})))
+    [(_, warning)] = iterate_differences_from_champion(gone, replace(before, training=split(labels={"0": 40, "1": 10})))
     assert warning.endswith("most in class cat: 0% instead of 40%")
     several = replace(now, training=split(labels={"0": 100, "1": 81}))
-    assert len([*find_differences(several, replace(now, training=split(labels={"0": 100, "1": 41})))]) == 1
+    assert (
+        len([*iterate_differences_from_champion(several, replace(now, training=split(labels={"0": 100, "1": 41})))])
+        == 1
+    )

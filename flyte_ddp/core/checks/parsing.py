@@ -66,10 +66,10 @@ def parse_yaml_number(value: Any) -> Any:
     return float(value) if isinstance(value, str) and YAML_NUMBER.fullmatch(value) else value
 
 
-def iterate_texts(value: Any) -> Iterator[str]:
-    """Yield all texts of a JSON value, except the keys of objects."""
+def iterate_json_strings(value: Any) -> Iterator[str]:
+    """Yield all strings in a JSON value, at any depth, except the keys of objects."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (dict, list)):
         for each in list_parts(value):
-            yield from iterate_texts(each)
+            yield from iterate_json_strings(each)

@@ -1,7 +1,7 @@
 """Launchers, in one module each. ``default`` chooses between ``single`` and ``spawn``, the launchers of one machine.
 
 ``launch(work)`` finds the World for the work's request, and returns when all ranks have completed. On one machine the
-World comes from ``machine/resources.detect_world``, else from the launcher's ``find_world``.
+World comes from ``machine/resources.detect_world``, else from the launcher's ``plan_world``.
 :mod:`flyte_ddp.core.launch.engine` describes how to write a launcher for another engine.
 
 All launchers raise:

@@ -21,7 +21,7 @@ from typing import Protocol
 from flyte_ddp.core.launch.remote.agent import (
     RankEndedError,
     agent_start_error,
-    open_restarter,
+    open_rank_restarter,
     run_agent,
     start_agent,
 )
@@ -49,8 +49,8 @@ __all__ = [
     "derive_key",
     "host_addresses",
     "open_local_folder",
+    "open_rank_restarter",
     "open_rendezvous",
-    "open_restarter",
     "pack_sources",
     "proxy_rank",
     "run_agent",

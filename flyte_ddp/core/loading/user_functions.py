@@ -178,8 +178,10 @@ class Augmentation:
     function: UserFunction | None = None  # changes single samples
 
     @classmethod
-    def from_setting(cls, setting: str, seed: int) -> "Augmentation":
+    def from_augment_setting(cls, setting: str, seed: int) -> "Augmentation":
         """Return the augmentation that the hyperparameter ``augment`` names. Imports a user-defined function.
+
+        ``seed`` seeds the random numbers of the augmentation.
 
         Raises:
             UserError: The import fails.

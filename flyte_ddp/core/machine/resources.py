@@ -54,10 +54,11 @@ class Cpu:
         parts = {"": self.vendor or platform.machine(), "family": self.family, "model": self.model, "with": widest}
         return " ".join(f"{name} {value}" for name, value in parts.items() if value).lstrip()
 
-    def detect_bf16_support(self) -> Bf16:
-        """Return whether bf16 is faster than fp32 on this CPU, as measured with the two small CNNs.
+    def look_up_bf16_speed(self) -> Bf16:
+        """Return whether bf16 is faster than fp32 on this CPU, by the table MEASURED of vendors and families.
 
-        Returns SLOWER if the speed was never measured, and NONE if the CPU has no bf16 instructions.
+        If the table lacks the CPU, returns SLOWER for a CPU with AMX or AVX-512 instructions for bf16, else NONE. ARM
+        is not in the table.
         """
         for vendor, family, flag, worth in MEASURED:
             if (vendor, family) == (self.vendor, self.family) and flag in self.flags:
@@ -144,7 +145,7 @@ def count_gpus(devices: Path = Path("/dev")) -> int:
 def detect_bf16_support(device_type: str) -> Bf16:
     """Return the Bf16 of the CPU or of the current GPU. For a GPU initialises CUDA."""
     if device_type == "cpu":
-        return read_cpu().detect_bf16_support()
+        return read_cpu().look_up_bf16_speed()
     import torch
 
     return Bf16.FASTER if torch.cuda.is_bf16_supported(including_emulation=False) else Bf16.NONE

@@ -132,11 +132,11 @@ def hide_process_group() -> Iterator[None]:
         dist.group.WORLD = group
 
 
-def patch_collective_wait() -> None:
+def make_waits_raise_collective_errors() -> None:
     """Make ``torch.distributed.Work.wait`` in this process raise CollectiveError in place of RuntimeError, from now on.
 
-    If the wait lasted as long as the time limit, the error is a CollectiveTimeoutError. The change also affects torch's
-    blocking collectives, and user code. It does not affect waits in C++, as in DistributedDataParallel.
+    If the wait lasted ``distributed.timeout_seconds``, the error is a CollectiveTimeoutError. The change also affects
+    torch's blocking collectives, and user code. Waits in C++, as in DistributedDataParallel, do not change.
     """
 
     def wait(work: dist.Work, timeout: timedelta = GROUP_TIMEOUT) -> bool:

@@ -43,10 +43,14 @@ class RankExchange:
             _exchange = None
 
     def get_or_create_group(self, *, on_gpu: bool) -> Any:
-        """Return the process group of all ranks that only :func:`across_ranks` uses.
+        """Return the process group that is reserved for :func:`across_ranks`. The group contains all ranks.
 
         The first call creates the group, and is collective. ``on_gpu`` tells whether the values are on a GPU, which
-        decides the time limit.
+        decides the time limit. Later calls ignore ``on_gpu``.
+
+        Raises:
+            CollectiveTimeoutError: Another rank did not make its first call within ``distributed.timeout_seconds``.
+            CollectiveError: A rank failed during the first call.
         """
         if self.group is None:
             limit = distributed.choose_group_timeout(distributed.timeout_seconds, on_gpu=on_gpu)

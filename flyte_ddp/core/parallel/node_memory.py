@@ -73,7 +73,7 @@ class NodeMemory:
         return files[0]
 
     def wait_at_barrier(self) -> None:
-        """Wait until all ranks call this method, and switch ``turn`` to the other half.
+        """Wait until all ranks call this method, and set ``turn`` to the other half of the memory, to fill next.
 
         Afterwards each rank sees the writes of all ranks.
 

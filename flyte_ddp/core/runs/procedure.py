@@ -37,7 +37,7 @@ def open_run(work: Work, folder: Path, outputs: Sequence[str], *, is_temporary: 
     output_folder, settings = work.output_folder, work.settings
     with run_folder.lock_run_folder(folder):
         if output_folder != folder:
-            run_folder.publish_if_complete(folder)
+            run_folder.move_complete_run_into_place(folder)
         if (output_folder / results.FOLDER).exists() and not (output_folder / run_folder.METRICS).exists():
             raise UserError(
                 f"run folder {output_folder}: its {results.FOLDER}/ belongs to no run; move it, or name another folder"
@@ -57,4 +57,4 @@ def open_run(work: Work, folder: Path, outputs: Sequence[str], *, is_temporary: 
             raise
         finally:
             if output_folder != folder:
-                run_folder.publish_if_complete(folder)
+                run_folder.move_complete_run_into_place(folder)

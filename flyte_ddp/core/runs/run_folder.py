@@ -119,12 +119,12 @@ def make_handover(output_folder: Path) -> Handover:
 
 @postpone_signal(signal.SIGINT)
 @postpone_signal(signal.SIGTERM)
-def publish_if_complete(folder: Path) -> bool:
-    """Move a complete run from ``unfinished/`` into the locked run folder, and delete ``unfinished/``.
+def move_complete_run_into_place(folder: Path) -> bool:
+    """Move a complete run from ``unfinished/`` into the run folder, and delete ``unfinished/``.
 
-    Replaces the files of the last run, and deletes the checkpoints. If the run in ``unfinished/`` is not complete,
-    moves nothing. If this process is killed meanwhile, the next call completes the move. Ctrl-C and SIGTERM wait for
-    the end of the move. Returns whether the run folder now holds a finished run.
+    The caller must hold the folder's lock. Replaces the files of the last run, and deletes the checkpoints. If the run
+    in ``unfinished/`` is not complete, moves nothing. If this process is killed meanwhile, the next call completes the
+    move. Ctrl-C and SIGTERM wait for the end of the move. Returns whether the run folder now holds a finished run.
     """
     unfinished = folder / UNFINISHED
     replaced = unfinished / REPLACED  # the last run's results; its existence shows that the move has begun

@@ -50,8 +50,8 @@ class Work:
     world: World = NOT_FOUND  # the ranks for which the launcher has found capacity
     sees_run_folder: bool = True  # whether output_folder is the launcher's; else results go to the launcher as messages
 
-    def choose_world(self, find_world: Callable[[Request], World]) -> Self:
-        world = find_world(self.request)
+    def choose_world(self, plan_world: Callable[[Request], World]) -> Self:
+        world = plan_world(self.request)
         return replace(self, world=replace(world, threads=self.request.threads or world.threads))
 
     def prepare_on_host(self) -> Self:

@@ -92,13 +92,14 @@ def compute_split_columns(
 
 
 def measure_split(objective: Objective, columns: dict[str, Tensor]) -> Evaluation:
-    """Return the evaluation of a split: the measures of its columns, with the objective's threshold. Collective.
+    """Return the evaluation of a split: the columns, and their measures with the objective's threshold. Collective.
 
-    Rank 0 computes the measures, and sends the measures to all ranks. If the loss is not finite, all measures are NaN.
-    Without columns, no measures are returned.
+    Rank 0 computes the measures, and sends the measures to all ranks. If the loss is not finite, all other measures are
+    NaN. Without columns, no measures are returned.
 
     Raises:
-        UserError: The objective returns other measures than its ``measures`` names.
+        UserError: The objective returns other measures than ``measures`` lists. Raised on rank 0 only, while the other
+            ranks wait for the measures.
     """
     columns = objective.predict_columns(columns)
     # All ranks use rank 0's measures. Processors of different kinds may add up in different orders, and because of one

@@ -60,6 +60,11 @@ class ImageFolderSet(EncodedSet):
         *,
         members: bool = False,
     ) -> ImageReader:
+        """Return a reader of the images of ``source``. Nothing is read yet.
+
+        With ``members``, the reader returns each image as a sample with a single file. The other arguments have no
+        effect.
+        """
         from flyte_ddp.datasets.encoded.readers import FileReader
 
         return FileReader(source, members=members)

@@ -58,7 +58,7 @@ def open_splits(
     # The reader keeps two shards open for each shuffle stream, because all may change shards in the same step.
     ranks = 1 if hp.mixup else world_size()  # a sample's partner may be any other sample of the global batch
     streams = count_streams_per_rank(hp.shuffle_shards, ranks, min(hp.accumulation_steps, hp.batch_size))
-    options, augmentation = sample_options(data, hp), Augmentation.from_setting(hp.augment, hp.seed)
+    options, augmentation = sample_options(data, hp), Augmentation.from_augment_setting(hp.augment, hp.seed)
     bad, members = BadSamples(hp.bad_samples), options["decode"] is not None
     in_train = [order for split, order in orders.items() if split != "test" or data.test is None]
     reader = data.open_reader(data.train, settings, streams, members=members)
@@ -102,7 +102,10 @@ def open_test_split(data: EncodedSet, opening: Opening) -> tuple[Split, ModelInp
 
 
 def iterate_test_images(data: EncodedSet, opening: Opening) -> Iterator[Pixels]:
-    """Yield the test split's images in RGB, neither cropped nor resized. Skips images that cannot be decoded."""
+    """Yield the test split's images in RGB, neither cropped nor resized. Skips images that cannot be decoded.
+
+    Starts threads, which decode up to twice as many images ahead as there are threads.
+    """
 
     def decode_or_none(_: int, found: Encoded) -> Pixels | None:
         try:

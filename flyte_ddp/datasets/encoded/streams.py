@@ -96,8 +96,9 @@ class StreamImages(BatchSource):
         """Return the stream's next ``len(samples)`` images uint8 [n, size, size, 3] and labels, on the device.
 
         The numbers in ``samples`` do not choose the images. A call with the ``samples`` of the last call returns the
-        last batch again. The first call starts the workers, and its first number sets the order of the stream. Any
-        error ends the workers. ``epoch`` is ignored.
+        last batch again. The first call starts the workers. ``samples[0]`` of the first call seeds the shuffling, so a
+        resumed run gets another order. Any error ends the workers. ``epoch`` and ``check_targets`` are ignored, because
+        the workers check the labels.
 
         Raises:
             UserError: A worker raised the error.
@@ -259,8 +260,10 @@ def open_splits(
 ) -> Splits:
     """Open this rank's splits. The ``settings.loaders`` processes of the training split start at its first batch.
 
+    Empty shards are skipped. Imports a user-defined augmentation.
+
     Raises:
-        UserError: There are fewer training shards than loaders of all ranks.
+        UserError: There are fewer training shards than loaders of all ranks, or the import fails.
     """
     training = orders["training"]
     assert isinstance(training, ShardOrder)
@@ -273,7 +276,7 @@ def open_splits(
     splits = opening.open_splits(data, orders, hp, device, settings)
     ours = replace(data.train, shards=[data.train.shards[number] for number in shards[rank() :: ranks]])
     reader = ShardReader(ours, ShardCache(settings.cache_folder, settings.cache_bytes), most_open=1)
-    augmentation, bad = Augmentation.from_setting(hp.augment, hp.seed), BadSamples(hp.bad_samples)
+    augmentation, bad = Augmentation.from_augment_setting(hp.augment, hp.seed), BadSamples(hp.bad_samples)
     loader = EncodedSamples(ShardImages(reader), [], bad, **sample_options(data, hp), augmentation=augmentation)
     samples = max(1, len(training) // hp.batch_size) * hp.batch_size
     stream = RankStream(reader, loader, rank(), workers, hp.shuffle_buffer)

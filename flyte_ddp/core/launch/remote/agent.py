@@ -81,7 +81,7 @@ def main() -> None:
     """
     become_subreaper()  # orphans of the rank become children of this process, which can then kill them
     info = pickle.load(sys.stdin.buffer)
-    with open_restarter(info) as start_rank:
+    with open_rank_restarter(info) as start_rank:
         try:
             first = start_rank()  # imports torch while this process gets the work
             from flyte_ddp.core.launch.remote.proxy import join_run
@@ -96,11 +96,12 @@ def main() -> None:
 
 
 @contextmanager
-def open_restarter(info: RankInfo) -> Iterator[Callable[[], RankHandle]]:
-    """Yield a function that starts the rank, and kills the rank of the call before.
+def open_rank_restarter(info: RankInfo) -> Iterator[Callable[[], RankHandle]]:
+    """Yield a function that starts a new rank. Before, the function kills the rank that it has started last, if any.
 
-    The rank must have ended before the end of the block. On Linux, the end of the block waits up to 10 s for the rank
-    server, and then kills the server.
+    Each call waits up to 10 s for the end of the killed rank. The last rank must have ended before the end of the
+    block. On Linux, the end of the block waits up to 10 s for the rank server (the process that forks ranks), and then
+    kills the server.
     """
     group: list[RankHandle] = []
 

@@ -23,7 +23,7 @@ from flyte_ddp.core.machine.process import M_MMAP_MAX, M_TRIM_THRESHOLD, set_mal
 from flyte_ddp.core.order.random_state import keep_random_state
 from flyte_ddp.core.parallel import distributed
 from flyte_ddp.core.parallel.distributed import (
-    patch_collective_wait,
+    make_waits_raise_collective_errors,
     translate_collective_errors,
     translate_device_errors,
 )
@@ -168,7 +168,7 @@ def run_rank(work: Work, info: RankInfo, offer_saving: OfferSaving, link: Link |
     waiting.limit_seconds = work.settings.timeout
     if info.world_size > 1:
         distributed.timeout_seconds = work.settings.timeout
-        patch_collective_wait()
+        make_waits_raise_collective_errors()
     rank = Rank(work, info, offer_saving, link)
     with translate_device_errors(f"{work.world.device_type}:{info.local_rank}"):
         if work.world.device_type == "cpu":

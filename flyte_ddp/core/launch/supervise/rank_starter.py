@@ -132,8 +132,8 @@ class RankServer:
 def open_rank_starter() -> Iterator[Callable[[list[RankHandle], Sequence[RankInfo]], None]]:
     """Yield a function that starts ranks on this host and appends their handles to a list.
 
-    All ranks must have ended before the end of the block. On Linux, the end of the block waits up to 10 s for the rank
-    server, and then kills the server.
+    All ranks must have ended before the function is called again, and before the end of the block. On Linux, the end of
+    the block waits up to 10 s for the rank server (the process that forks ranks), and then kills the server.
     """
     if not POSSIBLE:
         yield start_processes

@@ -136,11 +136,13 @@ def request_checkpoint(
 ) -> int | None:
     """Have rank 0 save, and return the newest checkpoint's step.
 
-    Waits up to ``seconds``, and up to ``most_seconds`` while the rank writes a checkpoint. If rank 0 has not got its
-    work yet, does not wait, and returns the step of the run's start.
+    Waits for ``seconds``. While the rank writes a checkpoint, waits longer, until ``seconds`` after the last write. The
+    whole wait is at most the larger of ``seconds`` and ``most_seconds``. Meanwhile handles all ranks' messages, which
+    may request a stop in ``stop``. If rank 0 has not got its work yet, does not wait, and returns the step of the run's
+    start.
 
     Returns:
-        The step, 0 without a checkpoint, or None without an answer.
+        The step, 0 without a checkpoint, or None if rank 0 does not answer or has no state to save.
     """
     leader = group[0]
     if not leader.has_started():
@@ -159,8 +161,8 @@ def await_checkpoint(
 ) -> int | None:
     """Send a rank a request for a checkpoint, and return the step of the answer.
 
-    Waits up to ``seconds``, and up to ``most_seconds`` while the rank writes a checkpoint. Meanwhile handles all
-    messages. Returns None without an answer, or if the rank has no state to save.
+    Waits as :func:`request_checkpoint` does, and meanwhile handles all ranks' messages. If the rank does not answer or
+    has no state to save, returns None.
     """
     handle.answered, handle.saved = False, None
     handle.send(request)
