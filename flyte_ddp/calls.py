@@ -57,13 +57,13 @@ def pickle_call(
             f"{name}: {clashing[0]}= goes to run_ranks, but the function also has a parameter {clashing[0]}; pass the "
             f"function's argument by position, or run functools.partial(function, {clashing[0]}=...)"
         )
-    code, user_code = compute_code_digest(function)
+    code, user_code = compute_code_digest_and_modules(function)
     payload = pickle_for_ranks(name, function, *args, **kwargs)
-    shown = {key: make_comparable_value(value) for key, value in {**list_bound_values(function), **arguments}.items()}
+    shown = {key: make_comparable_value(value) for key, value in {**get_bound_values(function), **arguments}.items()}
     return Call(name, payload, shown, code, user_code)
 
 
-def list_bound_values(function: Callable[..., Any]) -> dict[str, Any]:
+def get_bound_values(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the values bound to a function, by name: a closure's variables, or a method's object as "self".
 
     An object that can be called, and is no function, is its own "self".
@@ -152,7 +152,7 @@ def make_comparable_object(value: Any) -> Any:
         return compute_value_digest(value)
     bound = {  # inner functions by name alone, because a recursive function is in its own closure
         name: get_function_name(each) if inspect.isroutine(each) else make_comparable_value(each)
-        for name, each in list_bound_values(value).items()
+        for name, each in get_bound_values(value).items()
     }
     return [get_function_name(value), bound] if bound else get_function_name(value)
 
@@ -188,7 +188,7 @@ def compute_value_digest(value: Any) -> str:
     return f"{type(value).__qualname__} {hashlib.sha256(file.getvalue()).hexdigest()[:12]}"
 
 
-def compute_code_digest(function: Callable[..., Any]) -> tuple[str, tuple[str, ...]]:
+def compute_code_digest_and_modules(function: Callable[..., Any]) -> tuple[str, tuple[str, ...]]:
     """Return the digest of a function's sources, and specs (package.module:name) of the modules that other hosts need.
 
     Without sources, the digest is "". In a notebook, only the text of the function counts. Puts the working directory

@@ -118,7 +118,7 @@ def run_training_fraction(
         identity=checkpoint_identity(hp, data),
         settings=settings,
         user_code=hp.list_user_callables(),
-        host_function="flyte_ddp.plans.data_on_host:find_data_on_host",
+        host_function="flyte_ddp.plans.data_on_host:set_data_folder_on_host",
     )
     with (
         open_run(work, run_folder, (RUNG, *OUTPUTS)) as work,

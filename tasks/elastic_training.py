@@ -41,7 +41,10 @@ def train_on_elastic(hp: Hyperparameters, data: FlyteDirectory, run_version: str
 
 
 def offer_data_to_ranks(hp: Hyperparameters, data: FlyteDirectory) -> None:
-    """Download the prepared data to this pod's cache, where the pod's ranks look for the data."""
+    """Download the prepared data to this pod's cache, where the pod's ranks look for the data.
+
+    Waits without a limit while another process of this pod fetches the data.
+    """
     from flyte_ddp.plans.data_on_host import offer_data_on_host
 
     offer_data_on_host(hp, Path(data.download()), read_settings().cache_folder)

@@ -28,7 +28,10 @@ class LoadedRun(NamedTuple):
 
 @flyte_task(**pods.storing_pod_options())
 def load_finished_run(run: str, data: FlyteDirectory) -> LoadedRun:
-    """Return the model of a finished run in place of training. Rejects data that the run was not trained on."""
+    """Return the model of a finished run in place of training. Rejects data that the run was not trained on.
+
+    Outside of pods prints that nothing is trained.
+    """
     finished = FinishedRun.read(run)
     description = download_from_folder(data, DESCRIPTION)
     assert description is not None

@@ -34,7 +34,7 @@ def registry_pod_options(disk: str = "") -> TaskOptions:
     limits = read_profile().light
     limits = replace(limits, ephemeral_storage=disk or limits.ephemeral_storage)
     requests = replace(limits, cpu="500m", memory="1Gi")
-    return pod_options(limits, environment.list_settings_for_pods(REGISTRY_PODS), requests=requests, hours=1)
+    return pod_options(limits, environment.read_settings_for_pods(REGISTRY_PODS), requests=requests, hours=1)
 
 
 def storing_pod_options() -> TaskOptions:
@@ -52,7 +52,7 @@ def prediction_pod_options() -> TaskOptions:
     size of the profile.
     """
     profile = read_profile()
-    variables = environment.make_cache_limit_variable() | environment.list_settings_for_pods(REGISTRY_PODS)
+    variables = environment.make_cache_limit_variable() | environment.read_settings_for_pods(REGISTRY_PODS)
     variables[REQUESTED_GPUS] = str(min(1, profile.gpus))
     options = pod_options(divide_size(profile, max(1, profile.gpus)), variables, template=profile.pod_template)
     return {**options, "accelerator": make_gpu_accelerator(), **WITH_DECK}

@@ -44,7 +44,7 @@ def predict_images(
     Returns a table (CSV) of predictions. The inputs are those of predict_wf. The first predictions are on the task's
     page.
     """
-    from flyte_ddp.predict.predict import mask_folder, own_decoding, write_prediction_table
+    from flyte_ddp.predict.predict import get_mask_folder, read_sample_setting, write_prediction_table
 
     resources.check_expected_gpus(resources.count_gpus())
     with paths.make_dated_folder("predictions") as folder, TemporaryDirectory() as fetched:
@@ -58,7 +58,7 @@ def predict_images(
         written = write_prediction_table(
             *model,
             images=Path(images.download()) if images is not None else None,
-            dataset=find_or_fetch_data_set(dataset, data_source, test_dataset, sample=own_decoding(model[1]))
+            dataset=find_or_fetch_data_set(dataset, data_source, test_dataset, sample=read_sample_setting(model[1]))
             if dataset
             else None,
             table=Path(table.download()) if table is not None else None,
@@ -70,7 +70,7 @@ def predict_images(
     page = written.with_suffix(".html")
     Deck("First predictions", page.read_text(encoding="ascii"))
     files = {written: "one row for each sample", page: "the first predictions, to open in a browser"}
-    masks = mask_folder(written)
+    masks = get_mask_folder(written)
     if masks.is_dir():
         files[masks] = "the predicted masks, PNG files of class numbers"
     paths.print_local_files("predictions written to", files)

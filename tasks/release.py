@@ -62,7 +62,7 @@ def evaluate_version(
 
     Promotes nothing. An empty ``version`` means the champion.
     """
-    from flyte_ddp.predict.predict import own_decoding  # imports torch, as the judgement does
+    from flyte_ddp.predict.predict import read_sample_setting  # imports torch, as the judgement does
 
     registry = open_registry(model_name)
     with TemporaryDirectory() as temporary:
@@ -71,7 +71,7 @@ def evaluate_version(
             model = promotion.download_version(registry, registry.complete_version_name(version), fetched)
         else:
             model = promotion.download_champion(registry, fetched)
-        data = find_or_fetch_data_set(dataset, data_source, test_dataset, sample=own_decoding(model[1]))
+        data = find_or_fetch_data_set(dataset, data_source, test_dataset, sample=read_sample_setting(model[1]))
         return judge_model_files(model, data, registry, policy)
 
 

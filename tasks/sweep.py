@@ -63,7 +63,7 @@ def plan_rung(
 def run_rung(trial: TrialResult, data: FlyteDirectory) -> TrialResult:
     """Train a trial up to the end of a rung, from the newest checkpoint.
 
-    In a pod, keeps checkpoints for the next rung.
+    In a pod, copies checkpoints from and to the blob store, and keeps the checkpoints for the next rung.
     """
 
     def train(folder: Path) -> None:

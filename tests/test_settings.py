@@ -55,7 +55,7 @@ def test_pods_are_given_what_the_table_says(variable: Variable, monkeypatch: pyt
         REGISTRY_PODS: (prediction, *registry),
     }[variable.where]
     assert all(each[name] == value for each in given)
-    assert (name in environment.list_settings_for_pods()) is (variable.where != HERE)
+    assert (name in environment.read_settings_for_pods()) is (variable.where != HERE)
     if variable.where == HERE:  # two of these are secrets
         assert not any(value in each.values() for each in (training, prediction, *registry, data))
 

@@ -63,7 +63,7 @@ class Progress:
 
     @contextmanager
     def _turn_off_on_failure(self) -> Iterator[None]:
-        """Turn progress off, without an error, if the block cannot write to stderr, as after ``| head``."""
+        """Turn progress off if the block cannot write to stderr, as after ``| head``. Then raises no error."""
         try:
             yield
         except (OSError, ValueError):

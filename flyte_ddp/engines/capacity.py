@@ -33,7 +33,7 @@ def wait_for_hosts(count_hosts: Callable[[], int], wanted: int, hosts_name: str,
 
 
 def clamp_ranks(num_ranks: int, capacity: int, capacity_in_words: str, most: int, *, exact: bool = False) -> int:
-    """Return ``num_ranks``, or ``most`` if ``num_ranks`` is 0, but never more than ``capacity``.
+    """Return ``num_ranks``, but at most ``capacity``. If ``num_ranks`` is 0, ``most`` takes its place.
 
     Prints a message if ``num_ranks`` is reduced. ``capacity_in_words`` is a part of messages, such as "the Ray cluster
     has 4 GPUs".

@@ -64,7 +64,7 @@ def launch(work: Work, *, client: Any = None, retries: int = 0, awaited_hosts: i
         futures: list[Any] = []
         try:
             with open_rendezvous(work, get_ip(scheduler)) as rendezvous:
-                descriptions = list_workers(cluster)
+                descriptions = read_workers(cluster)
                 workers = choose_workers(descriptions, num_ranks)
                 devices = choose_gpus(workers, run_on_workers(cluster, os.getenv, DEVICES, workers=workers))
                 files = pack_sources(*work.user_code)
@@ -79,7 +79,7 @@ def launch(work: Work, *, client: Any = None, retries: int = 0, awaited_hosts: i
                 # All at once. Otherwise two runs that start together might each wait for a worker of the other run.
                 with translate_cluster_errors(cluster):
                     futures = cluster.compute(tasks, optimize_graph=False)
-                rendezvous.run_ranks(lambda: raise_if_task_failed(futures, workers, list_workers(cluster)))
+                rendezvous.run_ranks(lambda: raise_if_task_failed(futures, workers, read_workers(cluster)))
         finally:
             # Agents without a launcher end by themselves. Agents of lost workers have ended already.
             with suppress(Exception), cluster.as_current():  # the wait timed out, or the scheduler is gone
@@ -114,11 +114,11 @@ def plan_world(request: Request, client: Any, seconds: float, awaited_hosts: int
         what = f"the Dask cluster has {awaited_hosts} workers"
         wanted = capacity.clamp_ranks(request.num_ranks, awaited_hosts, what, awaited_hosts, exact=True)
     try:
-        capacity.wait_for_hosts(lambda: len(list_workers(client)), wanted, WORKERS, seconds)
+        capacity.wait_for_hosts(lambda: len(read_workers(client)), wanted, WORKERS, seconds)
     except UnreachableError:
-        if awaited_hosts or not list_workers(client):
+        if awaited_hosts or not read_workers(client):
             raise
-    workers = list_workers(client)
+    workers = read_workers(client)
     refuse_version_mismatch(client, workers)
     gpus = run_on_workers(client, resources.count_gpus)
     has_gpus = bool(gpus) and all(gpus.values())
@@ -183,7 +183,7 @@ def refuse_version_mismatch(client: Any, workers: Iterable[str]) -> None:
                 raise UserError(f"Dask worker {worker} {why}; use the same image everywhere")
 
 
-def list_workers(client: Any) -> JsonObject:
+def read_workers(client: Any) -> JsonObject:
     """Return Dask's descriptions of all workers by address, each with the keys of the worker's tasks as "tasks"."""
     with translate_cluster_errors(client):
         workers, tasks = client.sync(client.scheduler.identity, n_workers=-1)["workers"], client.processing()

@@ -129,7 +129,10 @@ class Node(SimpleElasticAgent):
         return RunResult(WorkerState.FAILED if any(codes) else WorkerState.HEALTHY)
 
     def _stop_workers(self, *_: object) -> None:
-        """End this host's agents. SIGTERM makes an agent request a stop, and the launcher then saves a checkpoint."""
+        """End this host's agents. SIGTERM makes an agent request a stop, and the launcher then saves a checkpoint.
+
+        Waits up to the shutdown timeout of Elastic for the agents, and then kills the agents that still run.
+        """
         self.round = None
         for process in self.agents:
             process.terminate()

@@ -159,7 +159,7 @@ def write_tensor_onnx_and_compare(model: SavedModel, data: PreparedSet, folder: 
             name_input_tensors(inputs, spec, model.collate),
             ServedLeaves(on_cpu, get_leaves_form(inputs)).eval(),
         )
-        outputs = write_onnx(served, example, list_dynamic_sizes(example, spec, model.collate, len(samples)), folder)
+        outputs = write_onnx(served, example, make_dynamic_shapes(example, spec, model.collate, len(samples)), folder)
         row_bytes = sum(values.nbytes for values in outputs.values()) / len(samples)
 
         def compute_batches() -> Batches:
@@ -220,8 +220,8 @@ def name_input_tensors(inputs: Leaves, spec: LeavesSpec, collate: str) -> dict[s
     return {name: widen_type(leaf) for name, leaf in named.items()}
 
 
-def list_dynamic_sizes(named: Named, spec: LeavesSpec, collate: str, samples: int) -> dict[str, dict[int, Any]]:
-    """Return which dimensions of the input tensors differ between batches, for the exporter.
+def make_dynamic_shapes(named: Named, spec: LeavesSpec, collate: str, samples: int) -> dict[str, dict[int, Any]]:
+    """Return torch.export's dynamic shapes: which dimensions of the input tensors differ between batches.
 
     Args:
         named: The tensors of a batch by name, as :func:`name_input_tensors` returns them.

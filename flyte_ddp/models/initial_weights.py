@@ -40,7 +40,7 @@ def hash_initial_weights(init_from: str, weights: PretrainedWeights | None) -> s
     """
     if weights:
         return digest_lines([f"{catalog.TORCHVISION_ADDRESS}/{weights.file}"])
-    check_local_weights_path(init_from)
+    find_local_weights_path(init_from)
     return hash_address_content(init_from, "init_from")
 
 
@@ -66,7 +66,7 @@ def fetch_initial_weights(
     if weights := catalog.find_torchvision_weights(model, init_from):
         yield fetch_torchvision_weights(weights, progress, init_from=init_from, mirror=mirror)
         return
-    local, temporary = check_local_weights_path(init_from), folder / ".initial_weights.tmp"
+    local, temporary = find_local_weights_path(init_from), folder / ".initial_weights.tmp"
     if local is not None or not init_from:
         yield local
         return
@@ -124,7 +124,7 @@ def rename_densenet_layers(state_dict: dict[str, Tensor]) -> None:
             state_dict[OLD_DENSE_NAME.sub(r"\1\2.", name)] = value
 
 
-def check_local_weights_path(init_from: str) -> Path | None:
+def find_local_weights_path(init_from: str) -> Path | None:
     """Return the path of a file on this machine, or None if ``init_from`` is remote or empty.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import Any
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.models.sidecar import FittedObject
 from flyte_ddp.core.user_code.callables import split_spec
-from flyte_ddp.core.user_code.digest import list_releases
+from flyte_ddp.core.user_code.digest import format_package_versions
 
 
 def pack_preprocessing(
@@ -61,4 +61,4 @@ def pickle_fitted_object(fitted: Any, **fields: Any) -> FittedObject:
         raise UserError(f"preprocessing: cannot be pickled ({error}); {fix}") from error
     sha256 = hashlib.sha256(content).hexdigest()
     packed = base64.b64encode(content).decode()
-    return FittedObject(releases=list_releases(), sha256=sha256, pickle=packed, **fields)
+    return FittedObject(releases=format_package_versions(), sha256=sha256, pickle=packed, **fields)

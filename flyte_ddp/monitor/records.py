@@ -90,8 +90,11 @@ class Records:
         return None
 
 
-def list_records(registry: Registry, entry: Entry) -> Records:
-    """Return the Records of a champion, which names the files of the windows. ``entry`` is the champion's log entry."""
+def read_records(registry: Registry, entry: Entry) -> Records:
+    """List the files of a champion's windows, and return the Records with their names.
+
+    ``entry`` is the champion's log entry.
+    """
     folder = registry.address_of("monitor", f"{entry.number:08}")
     files, marks = dict[int, list[str]](), set[tuple[int, str, str]]()
     for name in registry.list_files(folder):  # sorted: the records first, and truths in order
@@ -119,7 +122,7 @@ def read_windows(registry: Registry, entry: Entry) -> list[Window]:
 
     ``entry`` is the champion's entry in the log. Raises UserError if a file is damaged.
     """
-    records = list_records(registry, entry)
+    records = read_records(registry, entry)
     return records.read_windows([*records.files][-RECENT:])
 
 
@@ -140,7 +143,7 @@ def record_window(registry: Registry, entry: Entry, window: Window, *, idempoten
         UserError: A file is damaged, or the registry cannot be read or written.
     """
     while True:
-        records = list_records(registry, entry)
+        records = read_records(registry, entry)
         same = records.find_same_window(window, idempotent=idempotent)
         if same is None:
             number = max(records.files, default=0) + 1

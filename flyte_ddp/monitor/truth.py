@@ -136,7 +136,7 @@ def mask_numbers(name: str) -> str:
     return re.sub(r"[A-Za-z]*[0-9][A-Za-z0-9]*", "0", name)
 
 
-def find_known_truths(batch: Batch) -> NDArray[np.bool_]:
+def make_known_truth_mask(batch: Batch) -> NDArray[np.bool_]:
     """Return for each sample of a batch whether the truth is known, [n]."""
     targets = batch.targets
     if batch.truths is not None:

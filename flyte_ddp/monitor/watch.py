@@ -18,7 +18,7 @@ from torch import Tensor
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.files import SIDECAR, WEIGHTS
 from flyte_ddp.core.objectives.objective import map_float_tensors
-from flyte_ddp.core.objectives.table_columns import describe_inputs, describe_samples
+from flyte_ddp.core.objectives.table_columns import describe_samples, format_sample_inputs
 from flyte_ddp.core.progress import Progress
 from flyte_ddp.core.samples.leaves import Leaves, name_leaves
 from flyte_ddp.core.settings import Settings
@@ -30,10 +30,10 @@ from flyte_ddp.datasets.encoded.samples import BadSamples
 from flyte_ddp.monitor.compare import SAMPLES, compare_columns, rate_unusual_samples
 from flyte_ddp.monitor.score import HeldOut, score_window
 from flyte_ddp.monitor.source import WindowSource
-from flyte_ddp.monitor.truth import add_truth_to_batches, find_known_truths
+from flyte_ddp.monitor.truth import add_truth_to_batches, make_known_truth_mask
 from flyte_ddp.monitor.window import FEWEST, Window
 from flyte_ddp.pods.run_inputs import find_or_fetch_data_set
-from flyte_ddp.predict.predict import mark_rows_with_nan, own_decoding, restore_images
+from flyte_ddp.predict.predict import mark_rows_with_nan, read_sample_setting, restore_images
 from flyte_ddp.predict.prediction_batches import (
     Batch,
     SavedModel,
@@ -103,7 +103,7 @@ class WatchedModel:
             parts.append({name: values[usable] for name, values in columns.items()})
             truths = [*compress(describe_truths(model, batch), chosen)]
             self.keep_unusual_samples(batch.inputs, ids, truths, columns, np.flatnonzero(usable))
-            known = usable & find_known_truths(batch)[chosen]
+            known = usable & make_known_truth_mask(batch)[chosen]
             if known.any():
                 chosen[chosen] = known
                 targets = select_targets(model, batch, chosen.tolist())
@@ -140,7 +140,7 @@ class WatchedModel:
         given = given or {name: values for name, values in columns.items() if name.startswith(INPUT)}
         for place, image in zip(first.tolist(), images, strict=False):
             facts = str(ids[place]), image, predictions[place], truths[place], scores[place]
-            picture = Picture(*facts, values=describe_inputs(given, place))  # type: ignore[arg-type]
+            picture = Picture(*facts, values=format_sample_inputs(given, place))  # type: ignore[arg-type]
             self.unusual.append((float(ratings[place]), picture))
         self.unusual = sorted(self.unusual, key=lambda each: -each[0])[:PICTURED]
 
@@ -225,6 +225,6 @@ def read_window_batches(model: SavedModel, source: WindowSource, local: Path, ba
         return read_image_batches(model, local, list_image_files(local), model.batch_size, bad)
     if source.table:
         return read_row_batches(model, str(local), None, bad)
-    sample = own_decoding(model.files[1])
+    sample = read_sample_setting(model.files[1])
     data = find_or_fetch_data_set(source.dataset, source.data_source, "", sample=sample)
     return read_test_batches(model, open_prepared(data), bad=bad)

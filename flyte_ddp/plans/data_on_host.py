@@ -15,7 +15,7 @@ from flyte_ddp.datasets.prepared_folder import read_description
 from flyte_ddp.storage.identity import digest_lines
 
 
-def find_data_on_host(work: Work) -> Work:
+def set_data_folder_on_host(work: Work) -> Work:
     """Return the work with a folder of the prepared data that this host can read.
 
     If the launcher's folder is visible here with the same data, returns ``work`` unchanged. Otherwise uses a folder in
@@ -46,7 +46,10 @@ def find_data_on_host(work: Work) -> Work:
 
 
 def offer_data_on_host(hp: Hyperparameters, data: Path, cache_folder: Path) -> None:
-    """Let ranks of this host use the prepared data in the folder ``data``. Adds a link to this host's cache."""
+    """Let ranks of this host use the prepared data in the folder ``data``. Adds a link to this host's cache.
+
+    Waits without a limit while another process of this host fetches the data.
+    """
     folder = cached_data_folder(hp, read_prepared_digest(data), cache_folder)
     with hold_lock(folder.parent, f"{folder.name}.lock"):
         if not folder.exists():

@@ -7,7 +7,7 @@ from pathlib import Path
 from flyte_ddp import catalog
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.runs.checkpoint import Identity
-from flyte_ddp.core.user_code.digest import library_digest, list_releases
+from flyte_ddp.core.user_code.digest import format_package_versions, library_digest
 from flyte_ddp.core.user_code.source import compute_user_code_digest
 from flyte_ddp.datasets.prepared_folder import read_description
 from flyte_ddp.models import initial_weights
@@ -65,7 +65,7 @@ def model_identity(hp: Hyperparameters) -> dict[str, str]:
         "code": library_digest(),
         "user_code": compute_user_code_digest(*own_code) if own_code else "",
         "initial_weights": initial_weights.hash_initial_weights(hp.init_from, weights),
-        "releases": list_releases(),
+        "releases": format_package_versions(),
     }
 
 

@@ -14,7 +14,7 @@ from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.hardware import Hardware
 from flyte_ddp.core.loading.padding import widen_type
 from flyte_ddp.core.loading.split import Splits
-from flyte_ddp.core.objectives.table_columns import TableColumns, list_inputs
+from flyte_ddp.core.objectives.table_columns import TableColumns, make_input_columns
 from flyte_ddp.core.order.sampling import Indices, Order
 from flyte_ddp.core.samples.leaves import Leaves, Ragged
 from flyte_ddp.core.settings import Settings
@@ -74,8 +74,7 @@ class OpenedData:
         """Call ``check`` with the stored targets of each side, and return whether stored targets exist.
 
         Raises:
-            UserError: ``check`` raised the error. The text names the split, and the first wrong sample of ragged
-                targets.
+            UserError: ``check`` has raised UserError. The error names the split, and in ragged targets the sample.
         """
         for side, targets in self.stored_targets.items():
             try:
@@ -119,9 +118,9 @@ class OpenedData:
         rows = self.prepared.load_rows("test")
         return {} if rows is None else normalize_columns(rows)
 
-    def list_inputs(self, inputs: Leaves, samples: Indices) -> TableColumns:
+    def make_input_columns(self, inputs: Leaves, samples: Indices) -> TableColumns:
         rows = {name: column[samples] for name, column in self.row_columns.items()}
-        return list_inputs(inputs, self.preprocessing.columns, rows)
+        return make_input_columns(inputs, self.preprocessing.columns, rows)
 
 
 def as_rows(targets: NDArray[Any] | Ragged) -> NDArray[Any]:

@@ -119,7 +119,7 @@ class CheckpointStore:
         files = [file for file in files if file.execution not in ignored]
         return sorted(files, key=lambda file: (file.step, file.epoch, file.time), reverse=True)
 
-    def list_saved_runs(self, prefix: str) -> dict[str, int]:
+    def read_saved_steps(self, prefix: str) -> dict[str, int]:
         """Return the newest saved step of each other run whose name starts with ``prefix``, by the run's name.
 
         The step is 0 for a run without a checkpoint. If the blob store fails, returns the runs that were found before.
@@ -197,7 +197,8 @@ class CheckpointStore:
         """Raise UserError if too many earlier attempts of this execution made no progress beyond ``step``.
 
         The limit is two attempts that failed, or five attempts that left no note on how they ended. Attempts that were
-        stopped on request, or launched no ranks, do not count. Downloads the reason of the last failure.
+        stopped on request, or launched no ranks, do not count. Before the error is raised, downloads the reason of the
+        last failure, in up to 4 tries with printed pauses.
 
         Args:
             files: The run's files in the blob store, newest first.

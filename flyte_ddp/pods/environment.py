@@ -49,7 +49,7 @@ def make_pod_environment() -> dict[str, str]:
         REQUESTED_GPUS: str(read_profile().gpus),
         NODES_VARIABLE: read_text_variable(NODES_VARIABLE),
         MODULES: ".",
-        **list_settings_for_pods(ALL_PODS),
+        **read_settings_for_pods(ALL_PODS),
     }
 
 
@@ -64,7 +64,7 @@ def make_training_environment() -> dict[str, str]:
         "FLYTE_DDP_SAVE_SECONDS": str(grace // 2),  # the rest is for ending the ranks, and uploading the checkpoint
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(grace - REPORT_SECONDS),
         SECRET_VARIABLE: "/".join(read_wandb_secret_id() or ("off",)),
-        **list_settings_for_pods(TRAINING_PODS),
+        **read_settings_for_pods(TRAINING_PODS),
     }
 
 
@@ -77,7 +77,7 @@ def make_cache_limit_variable() -> dict[str, str]:
     return {CACHE_VARIABLE: os.environ.get(CACHE_VARIABLE) or str(disk // 2)}
 
 
-def list_settings_for_pods(kind: str = "") -> dict[str, str]:
+def read_settings_for_pods(kind: str = "") -> dict[str, str]:
     """Return the variables of this environment that a registration copies to pods of ``kind``, such as ALL_PODS.
 
     If ``kind`` is "", returns the variables of every kind together.
@@ -126,7 +126,7 @@ def make_settings_digest_variable() -> dict[str, str]:
 
     The digest is a part of the registration's version, so other settings make another version.
     """
-    variables = list_settings_for_pods() | make_pod_environment()
+    variables = read_settings_for_pods() | make_pod_environment()
     text = "\n".join(f"{name}={value}" for name, value in sorted(variables.items()))
     return {"FLYTE_DDP_SETTINGS": hashlib.sha256(text.encode()).hexdigest()[:12]}
 
@@ -165,7 +165,7 @@ def refuse_unregistered_code() -> None:
 if __name__ == "__main__":
     try:
         check_settings_for_pods()
-        for setting, text in list_settings_for_pods().items():
+        for setting, text in read_settings_for_pods().items():
             if setting != PROFILE_VARIABLE:  # for which the script has an option
                 print(f"{setting}={text}")
     except UserError as error:

@@ -74,7 +74,7 @@ def sync_checkpoints_with_store(
     Before the block, downloads the run's newest checkpoint, and defers SIGTERM meanwhile. During the block, a thread
     uploads new checkpoints, and prints the first failure. Uploads keep only the execution's 2 newest checkpoints. The
     end of the block waits for the last upload. After an error, the end of the block writes a note with the error.
-    Without an error, the function that ``defer`` gets writes the note. Outside of pods, does nothing of this.
+    Without an error, the function that ``defer`` gets writes the note. Outside of pods, only yields.
 
     Yields:
         A function to call when the data are available, before the ranks start. The function returns the run's settings.

@@ -24,9 +24,9 @@ from flyte_ddp.core.models.inputs import InputSpec, ModelInput
 from flyte_ddp.core.objectives.objective import list_float_tensors, overrides
 from flyte_ddp.core.objectives.table_columns import (
     TableColumns,
-    describe_inputs,
     describe_samples,
-    list_inputs,
+    format_sample_inputs,
+    make_input_columns,
     merge_columns,
 )
 from flyte_ddp.core.progress import Progress
@@ -111,7 +111,7 @@ def write_prediction_table(
     elif dataset is not None:
         batches = read_test_batches(model, open_prepared(dataset), batch_size, bad)
     predictor = Predictor(model, top_classes)
-    with replace_file(output) as file, replace_folder_on_success(mask_folder(output)) as masks:
+    with replace_file(output) as file, replace_folder_on_success(get_mask_folder(output)) as masks:
         # surrogateescape: file names that are not UTF-8 are written unchanged.
         write_rows_and_masks(codecs.getwriter("utf-8")(file, "surrogateescape"), batches, predictor, masks)
     write_html(output.with_suffix(".html"), predictor.render_predictions_page(output.stem))
@@ -232,10 +232,10 @@ class Predictor:
             chosen = np.argsort([-score for _, _, score in facts.values()], kind="stable")[:PICTURES]  # NaN last
         images = restore_images(batch.inputs, chosen, spec)
         columns = self.model.sidecar.preprocessing.columns
-        inputs = list_inputs(batch.inputs, columns, batch.rows)
+        inputs = make_input_columns(batch.inputs, columns, batch.rows)
         places = [*facts]
         for at, image in zip(chosen.tolist(), images, strict=False):
-            place, values = places[at], describe_inputs(inputs, at)
+            place, values = places[at], format_sample_inputs(inputs, at)
             picture = Picture(batch.ids[place], image, *facts[place], masks=masks.get(place, ()), values=values)
             self.pictures.append(picture)
         if self.ranking:
@@ -296,12 +296,12 @@ def restore_images(
         yield values.permute(1, 2, 0).cpu().numpy()
 
 
-def own_decoding(sidecar_path: Path) -> str:
+def read_sample_setting(sidecar_path: Path) -> str:
     """Return the hyperparameter ``sample`` of a model's training, or "" if the training had none."""
     return str(read_model_json(sidecar_path).hyperparameters.get("sample", ""))
 
 
-def mask_folder(table: Path) -> Path:
+def get_mask_folder(table: Path) -> Path:
     return table.with_name(f"{table.name}.masks")
 
 

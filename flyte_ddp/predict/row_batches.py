@@ -39,7 +39,7 @@ def read_row_batches(
         )
         fix = f"fill in missing values, or set bad_samples={len(new.bad)} to skip these rows"
         raise UserError(f"{table}: {problem}: {new.bad[first]}; {fix}")
-    targets, names = convert_new_targets(model, new.targets, table)
+    targets, names = convert_new_targets_and_classes(model, new.targets, table)
     rows = {} if new.rows is None else {"test": new.rows}
     data = SampleArrays(
         table, new.inputs, None, new.inputs, targets, classes=names, test_ids=every[new.places], rows=rows
@@ -74,7 +74,7 @@ def insert_undecoded_rows(batch: Batch, ids: Sequence[str], usable: Sequence[boo
     return batch._replace(ids=ids, truths=truths, decoded=usable, targets=targets)
 
 
-def convert_new_targets(model: SavedModel, targets: Any, table: str) -> tuple[Any, tuple[str, ...]]:
+def convert_new_targets_and_classes(model: SavedModel, targets: Any, table: str) -> tuple[Any, tuple[str, ...]]:
     """Return new rows' targets as class numbers of the model, and the model's class names.
 
     An unknown class is -1. If the model has no classes, or a row has several targets, returns the targets as float32.

@@ -11,11 +11,17 @@ from flyte_ddp.core.text.formatting import format_count
 from flyte_ddp.release import checks
 from flyte_ddp.release.champion import evaluate_stored_version, judge_champion_unchanged, read_judged_samples
 from flyte_ddp.release.evaluation import Evaluation
-from flyte_ddp.release.judgement import Challenge, Decision, Judgement, choose_alpha, set_challenger_scores
+from flyte_ddp.release.judgement import (
+    Challenge,
+    Decision,
+    Judgement,
+    register_look_and_set_alpha,
+    set_challenger_scores,
+)
 from flyte_ddp.release.policy import LEAVE_OUT, NOT_WORSE
 from flyte_ddp.release.promotion import read_verdict
 from flyte_ddp.release.registry import Entry
-from flyte_ddp.release.samples import find_seen_samples
+from flyte_ddp.release.samples import make_seen_sample_mask
 from flyte_ddp.release.scores import is_higher_better
 from flyte_ddp.release.slices import group_by_slice
 from flyte_ddp.release.task import Task
@@ -74,7 +80,7 @@ def compare_with_champion(challenge: Challenge, judgement: Judgement, ours: Eval
         others = {**others, BEST: best}
         known.append(read_judged_samples(registry, registry.read_version(verdict.best)))
     slices = group_by_slice(policy.slices, ours.ids, ours.undecoded) if policy.slices else {}
-    seen = find_seen_samples(judgement.test_digests, filter(None, known))
+    seen = make_seen_sample_mask(judgement.test_digests, filter(None, known))
     ours, others = exclude_seen_samples(challenge, judgement, seen, ours, others)
     slices = {name: np.flatnonzero(np.isin(ours.places, places)) for name, places in slices.items()}
     return add_test_checks_and_decide(challenge, judgement, ours, others, slices)
@@ -154,7 +160,7 @@ def add_test_checks_and_decide(
     verdict.checks.append(checks.judge_min_score(ours, policy))
     if not np.any(comparisons["champion"].values):
         return KEPT, "both models have the same score on each sample"
-    alpha = choose_alpha(challenge, verdict)
+    alpha = register_look_and_set_alpha(challenge, verdict)
     if policy.rule == NOT_WORSE:
         decisive = [checks.judge_not_worse(name, comparisons[name], policy.margin, alpha) for name in comparisons]
     else:

@@ -139,7 +139,11 @@ def evaluate_split(model: SavedModel, data: PreparedSet, *, for_monitoring: bool
     ids, undecoded, monitoring_columns, failures = list[str](), list[str](), list[SampleColumns](), list[Exception]()
 
     def compute_outputs_and_targets() -> Iterator[tuple[Any, Leaves, int]]:
-        """Yield outputs, targets and number of each batch's decodable samples, and fill the lists above."""
+        """Yield outputs, targets and number of each batch's decodable samples, and fill the lists above.
+
+        Raises:
+            UserError: No image can be decoded.
+        """
         for batch in read_test_batches(model, data):
             targets = select_targets(model, batch, batch.decoded)
             ids.extend(compress(batch.ids, batch.decoded))

@@ -15,7 +15,13 @@ from flyte_ddp.release import checks
 from flyte_ddp.release.champion import RETRYABLE, describe_model_error
 from flyte_ddp.release.comparison import compare_with_champion
 from flyte_ddp.release.evaluation import evaluate_split
-from flyte_ddp.release.judgement import Challenge, Decision, Judgement, choose_alpha, set_challenger_scores
+from flyte_ddp.release.judgement import (
+    Challenge,
+    Decision,
+    Judgement,
+    register_look_and_set_alpha,
+    set_challenger_scores,
+)
 from flyte_ddp.release.policy import OFF, REQUIRED, Policy
 from flyte_ddp.release.promotion import REFERENCE, read_stored_sidecar
 from flyte_ddp.release.registry import Registry, replay_promotions
@@ -114,7 +120,7 @@ def evaluate_and_decide(challenge: Challenge, judgement: Judgement) -> Decision:
     """Evaluate the challenger, and the champion if there is one, and return the decision.
 
     The decision ignores Checks, which may still turn PROMOTED into KEPT. Fills the judgement with evaluations, and the
-    verdict with Checks, scores and the best version. May count a look at the test split.
+    verdict with Checks, scores and the best version. May count a look at the test split. Prints the progress.
     """
     policy, entry, model, verdict = challenge.policy, challenge.entry, challenge.model, judgement.verdict
     challenge.print_note(f"evaluating version {model.digest[:12]} on the test split")
@@ -129,7 +135,7 @@ def evaluate_and_decide(challenge: Challenge, judgement: Judgement) -> Decision:
     if not finite.passed:
         return KEPT, finite.reason
     if entry is None:
-        above = checks.judge_above_constant(ours, choose_alpha(challenge, verdict))
+        above = checks.judge_above_constant(ours, register_look_and_set_alpha(challenge, verdict))
         verdict.checks += [checks.judge_min_score(ours, policy), above]
         verdict.best = model.digest
         return PROMOTED, f"there is no champion yet, and {above.reason or f'the model is {above.name}'}"

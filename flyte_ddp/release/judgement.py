@@ -62,11 +62,11 @@ class Judgement:
         return JudgedSamples(training, self.test_digests, rate_answers(self.full_evaluation))
 
 
-def choose_alpha(challenge: Challenge, verdict: Verdict) -> float:
-    """Return the significance level of this judgement, a share of the policy's alpha, and set the verdict's level.
+def register_look_and_set_alpha(challenge: Challenge, verdict: Verdict) -> float:
+    """Set the verdict's significance level to a share of the policy's alpha, and return the level.
 
-    If the verdict may promote, the registry counts a look at the test split, and the verdict gets the look's number.
-    Otherwise the level is the first look's.
+    If the verdict may promote, the registry counts a look at the test split, in up to 4 tries of each file, and the
+    verdict gets the look's number. Otherwise the level is the first look's.
     """
     policy = challenge.policy
     if challenge.may_promote:

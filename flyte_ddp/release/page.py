@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.core.objectives.table_columns import describe_inputs, list_inputs
+from flyte_ddp.core.objectives.table_columns import format_sample_inputs, make_input_columns
 from flyte_ddp.core.text.formatting import format_measure, format_sentence, format_value, name_measure
 from flyte_ddp.core.text.sections import Curve
 from flyte_ddp.objectives import Classification
@@ -143,9 +143,9 @@ def read_test_samples(
                 break
             samples = sum(batch.decoded)
             places = [place for place in range(start, start + samples) if place in wanted]
-            values = list_inputs(batch.inputs, columns, batch.rows)
+            values = make_input_columns(batch.inputs, columns, batch.rows)
             images = restore_images(batch.inputs, [place - start for place in places], model.spec)
             for place, image in zip(places, images, strict=True):
-                found[place] = image, describe_inputs(values, place - start)
+                found[place] = image, format_sample_inputs(values, place - start)
             start += samples
     return found

@@ -244,9 +244,9 @@ class Registry:
     def create_file(self, address: str, content: bytes | Path) -> bool:
         """Write a file unless the address has a file, and return whether the address has this content afterwards.
 
-        ``content`` is the content, or the path of a file to copy. An existing file with the same content counts as
-        written by an earlier try of this process. Two writers that compete for an address must therefore write
-        different contents.
+        Makes up to 4 tries, with pauses. ``content`` is the content, or the path of a file to copy. An existing file
+        with the same content counts as written by an earlier try of this process. Two writers that compete for an
+        address must therefore write different contents.
         """
         with self.translate_storage_errors("written"):
             try:
@@ -368,7 +368,7 @@ class Registry:
         """Record that two models are compared on a test split, and return the number of this look at the split.
 
         Looks are numbered from 1. If the same models were compared on the split by the same rule before, returns the
-        earlier number. Writes two small files.
+        earlier number. Writes two small files, each in up to 4 tries with pauses.
 
         Args:
             test_digest: The digest of the test split.
@@ -473,7 +473,8 @@ class Registry:
     def download_file(self, version: Version, file: str, folder: Path) -> Path:
         """Download a version's file into an existing folder, and return the path. Replaces a file of this name.
 
-        Raises UserError if the file is missing or was altered. An altered file remains in the folder.
+        Makes up to 4 tries, with pauses. Raises UserError if the file is missing or was altered. An altered file
+        remains in the folder.
         """
         address, path = self.file_address(version, file), folder / file
         with (

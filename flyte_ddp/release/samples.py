@@ -61,7 +61,7 @@ def match_samples(then: Digests, now: Digests) -> tuple[NDArray[np.int64], NDArr
     return places[0], places[1]
 
 
-def find_seen_samples(tested: Digests, judged: Iterable[JudgedSamples]) -> NDArray[np.bool_]:
+def make_seen_sample_mask(tested: Digests, judged: Iterable[JudgedSamples]) -> NDArray[np.bool_]:
     """Return for each test sample whether one of the ``judged`` models was trained on the sample, [n].
 
     ``tested`` are the identifying numbers of the test samples, or empty if unknown. A number that a model has among the

@@ -160,14 +160,15 @@ def render_report(run_folder: Path, name: str = "", failure: str = "") -> str:
         tiles=[*list_measure_tiles(run)],
         sections=[*make_section_views(run.sections, run.pictures, run.start.classes)],
         time_spent=[(*PARTS[key], spent, spent / total) for key, spent in seconds.items()] if total else [],
-        settings=list_hyperparameter_rows(run.start.hyperparameters),
+        settings=make_hyperparameter_rows(run.start.hyperparameters),
     )
 
 
 def list_measure_tiles(run: Run) -> Iterator[tuple[str, str, str]]:
     """Yield label, value and detail of each tile at the top of the report.
 
-    The tiles show the loss and, if the objective has measures, the main measure. Both are of the test split.
+    A tile shows the loss. If the objective has measures, another tile shows the main measure. Both are of the test
+    split.
     """
     kept = run.kept_evaluation
     tested, validated = (kept.test, kept.validation) if kept else ({}, {})
@@ -248,7 +249,7 @@ def describe_constant_lines(title: str, lines: Sequence[Series]) -> str:
     return f"{title[:1].lower() + title[1:] if title[1:2].islower() else title} {', '.join(values)}"
 
 
-def list_hyperparameter_rows(given: Mapping[str, Any]) -> dict[str, list[tuple[str, ...]]]:
+def make_hyperparameter_rows(given: Mapping[str, Any]) -> dict[str, list[tuple[str, ...]]]:
     """Return table rows (name, value, default, meaning) of the hyperparameters in ``given``.
 
     If the value is not the default, the row is under ``changed``, else under ``others``. Value and default are JSON,

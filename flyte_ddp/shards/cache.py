@@ -168,8 +168,9 @@ class ShardCache:
     def download_shard_into_cache(self, shard: Shard) -> BinaryIO:
         """Download a remote shard, and return the open file with a shared lock, which prevents eviction.
 
-        Waits without limit for another process that downloads the shard. If this process has downloaded the shard,
-        opens the cached shard instead. Replaces an altered copy, and prints a message to stderr.
+        Makes up to 4 tries, with pauses. Waits without limit for another process that downloads the shard. If this
+        other process has downloaded the shard, opens the cached shard instead. Replaces an altered copy, and prints a
+        message to stderr.
 
         Raises:
             UserError: The shard cannot be downloaded, differs from the index, or is larger than the cache's limit.

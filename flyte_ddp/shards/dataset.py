@@ -111,7 +111,10 @@ class OpenShard:
             self.close = weakref.finalize(self, os.close, self.file)  # runs when no reader refers to this object
 
     def open_when_cache_has_room(self) -> BinaryIO:
-        """Open the shard, and download it if needed. If the cache is full, wait up to 60 s for room.
+        """Open the shard. If the cache lacks the shard, download the shard, in up to 4 tries with pauses.
+
+        If the cache is full, waits up to 60 s for room. Waits without limit for another process that downloads or
+        checks the shard.
 
         Raises:
             UserError: The shard is unreadable or differs from the index, or the cache folder cannot be written.

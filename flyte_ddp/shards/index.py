@@ -255,7 +255,9 @@ def load_index_json(address: str) -> IndexJson:
 
 
 def load_part_index_json(address: str, index_json: IndexJson, entry: IndexJson) -> tuple[str, IndexJson]:
-    """Return address and JSON of the index that lists a part's shards. If the index is another file, read the file.
+    """Return address and JSON of the index that lists a part's shards.
+
+    If the index is another file, reads the file, in up to 4 tries with pauses.
 
     Args:
         address: The address of the index with the part.

@@ -15,7 +15,7 @@ from flyte_ddp.core.order import sampling
 from flyte_ddp.core.progress import Progress
 from flyte_ddp.core.samples.class_names import normalize_class_names
 from flyte_ddp.shards.index import ShardIndex
-from flyte_ddp.shards.scanning import check_index_output, create_index, tables_path
+from flyte_ddp.shards.scanning import check_and_resolve_index_output, create_index, tables_path
 
 AHEAD = 32  # threads that read samples
 
@@ -67,7 +67,7 @@ def pack_samples(
     starts = range(0, count, samples_per_shard)
     digits = max(6, len(str(len(starts) - 1)))  # the same number for all shards, so that names sort by number
     paths = [folder / f"{name}-{number:0{digits}d}.tar" for number in range(len(starts))]
-    index = check_index_output(folder / f"{name}.json")
+    index = check_and_resolve_index_output(folder / f"{name}.json")
     for path in (index, tables_path(index), *paths):
         if path.exists():
             raise UserError(f"{path}: already exists; remove the packed files, or choose another folder or name")

@@ -237,7 +237,7 @@ def create_index(
     classes = normalize_class_names("classes", classes)
     expanded = [whole for url in urls for whole in (expand_address_ranges(url) if ranges else [url])]
     shards = [str(storage.find_local_path(whole) or whole) for whole in expanded]
-    output = check_index_output(output, shards)
+    output = check_and_resolve_index_output(output, shards)
     if not shards:
         raise UserError("no shards: give at least one tar file")
     if len(set(shards)) < len(shards):
@@ -281,8 +281,10 @@ def join_indexes(
 ) -> ShardIndex:
     """Write an index that refers to two or more indexes (``datasets`` in wids' format), and return the joined index.
 
+    Reads each index, in up to 4 tries with pauses.
+
     Args:
-        addresses: Addresses of the indexes, which are read.
+        addresses: Addresses of the indexes.
         output: The path of the index to write. An older index is replaced.
         weights: The number of passes through each index in an epoch. By default 1.
         name: The name of the data set. By default, the name of ``output`` without its extension.
@@ -292,7 +294,7 @@ def join_indexes(
             classes differ, or ``output`` is unfit or cannot be written.
     """
     addresses = [str(storage.find_local_path(address) or address) for address in addresses]
-    output = check_index_output(output, addresses)
+    output = check_and_resolve_index_output(output, addresses)
     if len(set(addresses)) < max(2, len(addresses)):
         raise UserError(f"indexes {', '.join(addresses) or 'none'}: must be two or more, each given once")
     if len(weights) not in (0, len(addresses)):
@@ -313,8 +315,8 @@ def tables_path(index: Path) -> Path:
     return index.with_name(f"{index.name}.tables")
 
 
-def check_index_output(path: Path, inputs: Iterable[str] = ()) -> Path:
-    """Return the absolute path of an index that will be written.
+def check_and_resolve_index_output(path: Path, inputs: Iterable[str] = ()) -> Path:
+    """Return the absolute path of an index that will be written. If a file exists at ``path``, reads the file.
 
     Args:
         path: The path of the index.

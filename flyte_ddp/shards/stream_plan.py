@@ -39,6 +39,9 @@ class StreamPlan:
         """Compute the plan.
 
         ``counts`` [shards] holds the number of samples of each shard, in the order of the shards.
+
+        Raises:
+            UserError: A worker of a rank gets no sample.
         """
         ranks, workers = loaders.ranks, max(1, loaders.workers)
         if len(counts) < ranks * workers:

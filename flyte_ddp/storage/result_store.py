@@ -68,9 +68,11 @@ class Mirror:
     """
 
     def __init__(self, folder: Path, address: str, *, resuming: bool) -> None:
-        """Copy the events to the address, or an empty file if no events exist.
+        """Copy the events to the address. If no events exist, copies an empty file.
 
-        If earlier events may not be read, prints that they are replaced.
+        If ``resuming`` is True and ``folder`` has no events, first downloads the events of earlier attempts. If this
+        download is forbidden, prints that the earlier events are replaced. Makes up to 4 tries of each request, with
+        pauses.
 
         Raises:
             UserError: The address contains ``folder``.

@@ -24,6 +24,8 @@ def tracking() -> None:
 def send_run_to_wandb(run: Path) -> None:
     """Send a run's metrics and table of predictions to wandb as a new wandb run, and print the address.
 
+    Waits up to an hour until wandb has the records.
+
     RUN is the folder of the run, or a copy of the files that a pod has kept. The key, the server, the project and the
     entity are those of WANDB_API_KEY (or wandb login), WANDB_BASE_URL, WANDB_PROJECT and WANDB_ENTITY.
     """

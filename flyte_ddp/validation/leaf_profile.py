@@ -384,11 +384,11 @@ def count_targets(values: Values, kind: str) -> Counter[str]:
 
 
 def find_labels_out_of_range(samples: Sequence[int], values: Values, classes: int) -> dict[str, int]:
-    """Return the smallest label if negative, and the largest label if not below ``classes``, with a sample's number.
+    """Return the numbers of samples with a label outside of 0 to ``classes`` - 1, by the label as a text.
 
-    A key of the result is a label as a text, and its value is the number of a sample with the label. A label is a class
-    number or a token. Ignored tokens are skipped. ``samples`` are the numbers of the samples, and ``values`` the
-    samples' class numbers or tokens.
+    If the smallest label is negative, the result has the smallest label. If the largest label is too large, the result
+    has the largest label. A label is a class number or a token. Ignored tokens are skipped. ``samples`` are the numbers
+    of the samples, and ``values`` the samples' class numbers or tokens.
     """
     lowest = apply_to_rows(values, lambda rows: np.where(rows == IGNORED_TOKEN, 0, rows).min(1, initial=0))
     highest = apply_to_rows(values, lambda rows: rows.max(1, initial=0))

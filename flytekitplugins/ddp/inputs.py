@@ -43,14 +43,14 @@ def replace_file_or_module(value: Any) -> Any:
     return {name: getattr(value, name) for name in list_fields(value)} or value
 
 
-def find_files(value: Any) -> Iterator[Any]:
+def iterate_files(value: Any) -> Iterator[Any]:
     """Yield each Flyte file and folder in a value, including nested lists, mappings and dataclasses."""
     if isinstance(value, Remote):
         yield value
         return
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
     for each in (*parts, *(getattr(value, name) for name in list_fields(value))):
-        yield from find_files(each)
+        yield from iterate_files(each)
 
 
 def list_fields(value: Any) -> list[str]:
@@ -65,7 +65,7 @@ def share_downloads(value: Any) -> None:
     The first process that opens the file downloads the file, and other processes wait. Changes the file objects in
     place, and downloads nothing yet.
     """
-    for file in find_files(value):
+    for file in iterate_files(value):
         if file.remote_source:
             path = file.path if isinstance(file, FlyteDirectory) else file._local_path
             file._downloader = partial(download_once, file._downloader, Path(path))

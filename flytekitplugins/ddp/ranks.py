@@ -16,7 +16,7 @@ from flytekit.deck.deck import TimeLineDeck
 from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.models.literals import LiteralMap
 
-from flyte_ddp.calls import compute_code_digest, get_function_name, pickle_for_ranks
+from flyte_ddp.calls import compute_code_digest_and_modules, get_function_name, pickle_for_ranks
 from flyte_ddp.core.errors import UnreachableError
 from flyte_ddp.core.loops.call import Call
 from flytekitplugins.ddp.inputs import share_downloads
@@ -40,10 +40,10 @@ class FunctionOfTask:
         self.address = module, name, str(root)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str, str]]:
-        return find_task_function, self.address
+        return import_task_function, self.address
 
 
-def find_task_function(module: str, name: str, root: str) -> Any:
+def import_task_function(module: str, name: str, root: str) -> Any:
     """Import a task's module, and return the task's function. Puts the folder ``root`` first on ``sys.path``."""
     if root not in sys.path:  # pyflyte has the folder there only during imports
         sys.path.insert(0, root)
@@ -67,7 +67,7 @@ def make_call(task: Any, inputs: Mapping[str, Any], shown: Mapping[str, Any], ra
         UserError: A declared output type cannot be serialized, the inputs cannot be pickled, or a module has changed.
     """
     function = task.task_function
-    code, user_code = compute_code_digest(function)
+    code, user_code = compute_code_digest_and_modules(function)
     module, name = function.__module__, function.__name__
     is_found = module != "__main__" and getattr(sys.modules.get(module), name, None) is task
     sent = FunctionOfTask(module, name) if is_found else function

@@ -73,7 +73,7 @@ def print_saves_of_other_code(run: str, folder: Path) -> None:
         return
     same = f"{run.rpartition('-')[0]}-"
     if is_in_pod():
-        steps = open_checkpoint_store(PLATFORM, run).list_saved_runs(same)
+        steps = open_checkpoint_store(PLATFORM, run).read_saved_steps(same)
     else:
         steps = {path.name: find_newest_step(path) or 0 for path in folder.parent.glob(f"{glob.escape(same)}*")}
     if steps and (step := max(steps.values())):

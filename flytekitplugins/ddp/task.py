@@ -120,8 +120,8 @@ def make_task(config: DDP, function: Function, options: TaskOptions) -> RanksTas
     options["environment"] = {
         **GRACE,
         environment.SECRET_VARIABLE: next((name for name in secrets if "wandb" in name.lower()), "off"),
-        **environment.list_settings_for_pods(ALL_PODS),
-        **environment.list_settings_for_pods(TRAINING_PODS),
+        **environment.read_settings_for_pods(ALL_PODS),
+        **environment.read_settings_for_pods(TRAINING_PODS),
         **(options["environment"] or {}),
     }
     if not config.engine or (config.engine, config.nodes) == ("elastic", 1):

@@ -91,9 +91,9 @@ def test_a_scheduler_that_has_died(scheduler: subprocess.Popen[str]) -> None:
     with distributed.Client(os.environ[dask.SCHEDULER], timeout=1) as client:
         scheduler.kill()
         with pytest.raises(UnreachableError, match=words):
-            dask.list_workers(client)
+            dask.read_workers(client)
     with pytest.raises(UnreachableError, match=words):
-        dask.list_workers(client)
+        dask.read_workers(client)
 
 
 @pytest.mark.slow
@@ -116,7 +116,7 @@ def test_a_run_sends_its_sources_to_workers_that_have_none(client: distributed.C
     no_library = ("env", f"PYTHONPATH={tmp_path / 'site'}")
     start(*WORKER, prefix=(*no_library, *ALONE, "sh", "-c", f'mount -t tmpfs none "{project}" && exec "$@"', "sh"))
     client.wait_for_workers(1, timeout=60)
-    [worker] = dask.list_workers(client).values()
+    [worker] = dask.read_workers(client).values()
     assert (worker["name"], worker["nthreads"], worker["memory_limit"]) == ("one", 2, 2 * 2**30)
     with pytest.raises(UserError, match="num_ranks=3: the Dask cluster has 2 workers, and each rank needs one"):
         dask.plan_world(Request(3), client, 300.0, awaited_hosts=2)

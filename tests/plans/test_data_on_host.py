@@ -18,7 +18,7 @@ from flyte_ddp.core.runs.work import Work
 from flyte_ddp.core.settings import Settings
 from flyte_ddp.core.training.plan import TrainingJob
 from flyte_ddp.datasets import fetch
-from flyte_ddp.plans.data_on_host import find_data_on_host, read_prepared_digest
+from flyte_ddp.plans.data_on_host import read_prepared_digest, set_data_folder_on_host
 from flyte_ddp.plans.resolve import resolve
 
 MODULE = """
@@ -58,7 +58,7 @@ def host_has(tmp_path: Path) -> HostHas:
         job = TrainingJob(resolve(hp), data_folder=Path("/nowhere"))
         identity = replace(IDENTITY, data=read_prepared_digest(launcher))
         work = Work("", job, Request(1), tmp_path, identity, settings)
-        found = find_data_on_host(work)
+        found = set_data_folder_on_host(work)
         assert found == replace(work, arguments=replace(job, data_folder=found.arguments.data_folder))
         return found.arguments.data_folder
 

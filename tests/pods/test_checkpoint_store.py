@@ -193,7 +193,7 @@ if sys.argv[3] == "upload":
     action = lambda: store.upload_checkpoint(path)
 else:
     action = lambda: store.download_newest_checkpoint(path)
-store.list_saved_runs("")  # opens the bucket
+store.read_saved_steps("")  # opens the bucket
 Path("/proc/self/clear_refs").write_text("5")
 before = peak_bytes()
 action()

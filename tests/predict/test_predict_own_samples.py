@@ -15,7 +15,7 @@ from sklearn import metrics
 from tars import shard_bytes
 
 from flyte_ddp.datasets import fetch
-from flyte_ddp.predict.predict import own_decoding
+from flyte_ddp.predict.predict import read_sample_setting
 from flyte_ddp.run import run_training
 from flyte_ddp.shards.scanning import create_index
 
@@ -52,7 +52,7 @@ def test_the_test_split_is_decoded_by_the_users_code(tmp_path: Path, monkeypatch
     settings = quiet(tmp_path, loaders=1)
     data = fetch(hp.dataset, "", tmp_path / "data", test_dataset=hp.test_dataset, sample=own, progress="off")
     result = run_training(hp, data, tmp_path / "run", settings)
-    assert own_decoding(result.sidecar) == own
+    assert read_sample_setting(result.sidecar) == own
 
     def predict(dataset: Path, bad_samples: int) -> list[dict[str, str]]:
         options = {"dataset": dataset, "batch_size": 7, "bad_samples": bad_samples, "settings": settings}

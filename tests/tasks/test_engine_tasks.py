@@ -22,7 +22,7 @@ from flyte_ddp.core.machine.resources import Request
 from flyte_ddp.core.runs.work import Work
 from flyte_ddp.core.settings import read_settings
 from flyte_ddp.core.training.plan import TrainingJob
-from flyte_ddp.plans.data_on_host import find_data_on_host, read_prepared_digest
+from flyte_ddp.plans.data_on_host import read_prepared_digest, set_data_folder_on_host
 from flyte_ddp.plans.resolve import resolve
 from flyte_ddp.pods.profiles import ENGINES, PROFILES, Size, divide_size, parse_quantity
 from flyte_ddp.run import run_training
@@ -194,5 +194,7 @@ def test_pods_without_the_launcher_get_the_prepared_data_from_the_blob_store(
         offer_data_to_ranks(hp, FlyteDirectory(str(digits)))
     identity = replace(IDENTITY, data=read_prepared_digest(digits))
     job = TrainingJob(resolve(hp), Path("/nowhere"))
-    found = find_data_on_host(Work("", job, Request(1), tmp_path, identity, read_settings())).arguments.data_folder
+    found = set_data_folder_on_host(
+        Work("", job, Request(1), tmp_path, identity, read_settings())
+    ).arguments.data_folder
     assert found.resolve() == digits.resolve()

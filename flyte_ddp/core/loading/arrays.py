@@ -90,6 +90,7 @@ class ArrayBatches(BatchSource):
         """Return samples as a batch on the device. Images are augmented unless ``epoch`` is None.
 
         If ``masked`` names an input, a mask is added to the inputs, which is True at the values of this input.
+        ``check_targets`` is ignored, because the objective has checked the stored targets.
         """
         rows = copy_to_device(torch.from_numpy(samples), self.store)  # once for all leaves
         masks: list[Tensor | None] = []  # of the inputs' leaves, in their order

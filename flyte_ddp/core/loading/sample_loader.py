@@ -96,7 +96,7 @@ def load_into_memory(
 
 
 def copy_image(image: NDArray[np.uint8], to: NDArray[np.uint8]) -> None:
-    """Copy ``image`` [H, W, C] into ``to``, channel by channel if pixels are not contiguous, which is faster."""
+    """Copy ``image`` [H, W, C] into ``to``. If pixels are not contiguous, copies by channel, which is faster."""
     if image.flags.c_contiguous:
         to[...] = image
     else:

@@ -60,7 +60,7 @@ class TrainingData(Protocol):
         """Return the number of training samples, labels or pixels of each class, or () if unknown."""
 
     def check_stored_targets(self, check: Callable[[NDArray[Any]], None]) -> bool:
-        """Call ``check`` with all stored targets of each side, and return whether any are stored.
+        """Call ``check`` with all stored targets of each side, and return whether stored targets exist.
 
         Raises:
             UserError: ``check`` has raised UserError. The error names the split, and if possible the sample.
@@ -85,7 +85,7 @@ class TrainingData(Protocol):
         (also for a validation sample) or test samples.
         """
 
-    def list_inputs(self, inputs: Leaves, samples: Indices) -> Mapping[str, Sequence[Any]]:
+    def make_input_columns(self, inputs: Leaves, samples: Indices) -> Mapping[str, Sequence[Any]]:
         """Return inputs of test samples as columns of a table, with the user's names and values."""
 
     def list_notes(self) -> list[str]:

@@ -60,7 +60,9 @@ class WorkerImages(WorkerSource):
         self.loader = loader
 
     def load_batch(self, samples: Indices, epoch: int | None, check_targets: CheckTargets | None = None) -> Batch:
-        """Return samples as a batch on the device: waits for the pool, or loads the samples here without a pool.
+        """Return samples as a batch on the device.
+
+        Waits for the pool that loads the samples. Without a pool, loads the samples in this process.
 
         Images are augmented unless ``epoch`` is None. Records the samples that the pool could not decode.
 
@@ -118,7 +120,7 @@ def check_targets_and_name_sample(check: CheckTargets, targets: NDArray[Any], na
         names: Names of the samples.
 
     Raises:
-        UserError: ``check`` rejects a target. The error names the sample if ``check`` rejects the target alone, too.
+        UserError: ``check`` rejects a target. If ``check`` also rejects the target alone, the error names the sample.
     """
     try:
         check(targets)

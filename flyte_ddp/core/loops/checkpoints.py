@@ -47,7 +47,10 @@ class Checkpoints(CheckpointWriter):
         self.asked = self.used = self.stop_requested = False
 
     def due(self) -> bool:
-        """Return whether a save is due. A call also tells :meth:`save_last` that the function asks."""
+        """Return whether a save is due.
+
+        A call also records that the user's function asks for saves, which :meth:`save_last` reads.
+        """
         self.asked = self.used = True
         return self.stop_requested or 0 < self.checkpoint_seconds <= time.monotonic() - self.last_time
 

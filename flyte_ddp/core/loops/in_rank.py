@@ -34,8 +34,8 @@ AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 def run_function(rank: Rank) -> None:
     """Call the user-defined function in this rank, and write rank 0's return value to ``returned.pickle``.
 
-    All ranks must call this function. Returns when all ranks are done. Sets torchrun's environment variables during the
-    call. Exceptions of the user-defined function pass through.
+    All ranks must call this function. Waits for all ranks at the end, on rank 0 up to the time limit. Sets torchrun's
+    environment variables during the call. Exceptions of the user-defined function pass through.
 
     Raises:
         RuntimeError: The user-defined function called ``sys.exit``.

@@ -59,7 +59,7 @@ def set_process_name(name: str) -> None:
 
 
 def become_subreaper(wanted: bool = True) -> bool:
-    """Switch on or off that this process adopts orphaned descendants (Linux only).
+    """Make this process adopt orphaned descendants, or with False no longer adopt orphans (Linux only).
 
     Returns whether adoption was on before.
     """
@@ -215,7 +215,8 @@ def kill_descendants() -> None:
 def kill_descendants_and_exit(*_: object) -> NoReturn:
     """Kill all descendants, and exit with code 1, without clean-up: freeing torch takes a second.
 
-    This function may be the handler of a signal, which may come again meanwhile.
+    Waits up to 5 s for the end of the descendants. This function may be the handler of a signal, which may come again
+    meanwhile.
     """
     kill_descendants()
     os._exit(1)
@@ -270,7 +271,7 @@ def kill_process_trees(roots: Callable[[], Iterable[int]]) -> None:
 
 def list_living_trees(roots: Iterable[int]) -> list[int]:
     """Return the ids of the processes ``roots`` and all descendants, without processes that have exited."""
-    all_processes = list_processes()
+    all_processes = read_process_table()
     found = [pid for pid in roots if pid in all_processes]
     for each in found:  # zombies too, because a zombie has children while other threads of the process run
         found += [pid for pid, (parent, _) in all_processes.items() if parent == each]
@@ -279,7 +280,7 @@ def list_living_trees(roots: Iterable[int]) -> list[int]:
 
 def list_children(pid: int, *, ended: bool = False) -> set[int]:
     """Return the ids of a process's children, with zombies only if ``ended``."""
-    return {child for child, (parent, lives) in list_processes().items() if parent == pid and (lives or ended)}
+    return {child for child, (parent, lives) in read_process_table().items() if parent == pid and (lives or ended)}
 
 
 def list_children_of_this_thread() -> set[int]:
@@ -295,7 +296,7 @@ def list_children_of_this_thread() -> set[int]:
     return children
 
 
-def list_processes() -> dict[int, tuple[int, bool]]:
+def read_process_table() -> dict[int, tuple[int, bool]]:
     """Return all processes of the machine: by process id, the parent's id and whether the process is alive.
 
     Returns {} on systems without ``/proc``.

@@ -39,7 +39,9 @@ def make_number_columns(name: str, values: Any) -> TableColumns:
     return dict(zip(names, rows.T.tolist(), strict=True))
 
 
-def list_inputs(inputs: Leaves, columns: Mapping[str, Sequence[str]], rows: Mapping[str, NDArray[Any]]) -> TableColumns:
+def make_input_columns(
+    inputs: Leaves, columns: Mapping[str, Sequence[str]], rows: Mapping[str, NDArray[Any]]
+) -> TableColumns:
     """Return up to 6 inputs of n samples as columns of a table, by name.
 
     Args:
@@ -56,7 +58,7 @@ def list_inputs(inputs: Leaves, columns: Mapping[str, Sequence[str]], rows: Mapp
     return dict(islice(found.items(), SHOWN_NUMBERS))
 
 
-def describe_inputs(columns: Mapping[str, Sequence[Any]], place: int) -> dict[str, str]:
+def format_sample_inputs(columns: Mapping[str, Sequence[Any]], place: int) -> dict[str, str]:
     """Return the values of the sample at position ``place`` as texts, by column name."""
     return {name: format_page_cell(values[place]) for name, values in columns.items()}
 

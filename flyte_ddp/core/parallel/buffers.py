@@ -35,8 +35,8 @@ class Buffers:
         Keeps the names, shapes and types, which must not change later.
         """
         self.model = model
-        values = list_copyable_buffers(model)
-        self.layout = list_shapes_and_dtypes(values)
+        values = get_copyable_buffers(model)
+        self.layout = get_shapes_and_dtypes(values)
         modules = model.named_modules(remove_duplicate=False)
         norms = {prefix for prefix, module in modules if isinstance(module, _BatchNorm)}
         self.shared_names = [name for name in values if name.rpartition(".")[0] not in norms]  # not BatchNorm's
@@ -66,8 +66,8 @@ class Buffers:
         Raises:
             UserError: A buffer was added or removed since this object was made, or has another shape or type.
         """
-        values = list_copyable_buffers(model)
-        if (layout := list_shapes_and_dtypes(values)) != self.layout:
+        values = get_copyable_buffers(model)
+        if (layout := get_shapes_and_dtypes(values)) != self.layout:
             first = min(name for name in layout | self.layout if layout.get(name) != self.layout.get(name))
             raise UserError(
                 f"buffer {first}: was registered, removed or resized after the model was made; register the buffer in "
@@ -108,7 +108,7 @@ class Buffers:
         copy_from_rank_0([self.bytes])
         self.last_broadcast.copy_(self.bytes)
         if rank() != 0:
-            values = list_copyable_buffers(self.model)
+            values = get_copyable_buffers(self.model)
             for name, view in zip(self.shared_names, self.views, strict=True):
                 values[name].copy_(view)  # not by _foreach_copy_, which cannot write to conjugate views
 
@@ -186,13 +186,13 @@ class Buffers:
             yield
             self.require_same_buffer_layout(model)  # not in ``finally``, where it would hide an exception of the block
         finally:
-            values = list_copyable_buffers(model)
-            if list_shapes_and_dtypes(values) == self.layout:
+            values = get_copyable_buffers(model)
+            if get_shapes_and_dtypes(values) == self.layout:
                 for name in self.shared_names:
                     values[name].copy_(before[name])
 
 
-def list_copyable_buffers(model: nn.Module) -> dict[str, Tensor]:
+def get_copyable_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return a module's buffers by name, except sparse and expanded buffers.
 
     A buffer with several names is listed under each name.
@@ -201,5 +201,5 @@ def list_copyable_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in named if has_separate_elements(value)}
 
 
-def list_shapes_and_dtypes(buffers: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+def get_shapes_and_dtypes(buffers: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return {name: (value.shape, value.dtype) for name, value in buffers.items()}

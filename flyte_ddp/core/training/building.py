@@ -59,7 +59,8 @@ def make_layers_rank_independent(
 ) -> None:
     """Change dropout and BatchNorm layers in place, so that they compute the same on any number of ranks.
 
-    Replaces the ``forward`` of these layers. Call this function before torch.compile.
+    Replaces the ``forward`` of these layers. Call this function before torch.compile. With ``sync_batchnorm``, this
+    function and each later forward pass in training mode are collective.
     """
     make_dropout_rank_independent(model, this_pass)
     if sync_batchnorm and world_size() > 1:

@@ -70,7 +70,7 @@ class Checkpointer(CheckpointWriter):
     ) -> None:
         """Prepare to save ``state`` and ``recorder`` into the folder of ``work``. The thread starts with the block.
 
-        On ranks other than 0, and if ``checkpoint_seconds`` is 0, starts closed. ``announce`` is called with True
+        If this rank is not rank 0, or ``checkpoint_seconds`` is 0, starts closed. ``announce`` is called with True
         before a file is written, and with False afterwards.
         """
         seconds = state.settings.checkpoint_seconds

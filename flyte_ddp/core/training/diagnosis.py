@@ -58,7 +58,7 @@ class LossWatch:
             arrived.record()
 
         def raise_if_not_finite() -> None:
-            """Wait for the loss. If the loss is not finite, repeat the forward passes and raise UserError."""
+            """Wait for the loss. If the loss is not finite, repeat all ranks' forward passes and raise UserError."""
             if arrived is not None:
                 arrived.synchronize()
             if not math.isfinite(loss := on_host.item()):

@@ -26,8 +26,8 @@ from flyte_ddp.core.objectives.objective import (
 from flyte_ddp.core.objectives.table_columns import (
     MOST_COLUMNS,
     TableColumns,
-    describe_inputs,
     describe_samples,
+    format_sample_inputs,
     merge_columns,
 )
 from flyte_ddp.core.parallel.batch_norm import has_unsynchronised_batch_norm
@@ -320,7 +320,7 @@ def compute_prediction_arrays(state: TrainingState, objective: Objective, test: 
 def split_columns_by_type(columns: TableColumns) -> tuple[list[str], list[str]]:
     """Return the names of the columns of texts, and the names of the columns of numbers.
 
-    If more than 1,001 columns are numbers, only ``score`` is returned of the numbers (if it exists).
+    If more than 1,001 columns are numbers, the second list has at most the column ``score``.
     """
     texts = [name for name, values in columns.items() if len(values) and isinstance(values[0], str)]
     numbers = [name for name in columns if name not in texts]
@@ -349,8 +349,8 @@ def predict_batches(state: TrainingState, objective: Objective, index: NDArray[n
         inputs, targets, names = state.test.load_batch(numbers)
         with torch.no_grad(), state.evaluation_mode():
             outputs = state.predict(inputs, targets, len(places))
-        values = state.data.list_inputs(inputs, numbers)
-        texts = [describe_inputs(values, row).values() for row in range(len(places))]
+        values = state.data.make_input_columns(inputs, numbers)
+        texts = [format_sample_inputs(values, row).values() for row in range(len(places))]
         answers, arrays = collect_answers(
             objective, convert_float_tensors(outputs, torch.float32), targets, len(places)
         )

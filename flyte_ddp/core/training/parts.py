@@ -71,14 +71,14 @@ def split_batch_for_rank(
         return [RankSlice(batch, has_samples=True)]
     parts = min(parts, len(batch))
 
-    def own_slice(samples: sampling.Indices, part: int) -> tuple[sampling.Indices, bool]:
+    def take_rank_slice(samples: sampling.Indices, part: int) -> tuple[sampling.Indices, bool]:
         micro_batch = sampling.take_slice(samples, part, parts)
         rank_samples = sampling.take_slice(micro_batch, rank(), world_size())
         return (rank_samples, True) if len(rank_samples) else (micro_batch[:1], False)
 
     if partners is None:
-        return [RankSlice(*own_slice(batch, part)) for part in range(parts)]
-    return [RankSlice(*own_slice(batch, part), own_slice(partners, part)[0], step) for part in range(parts)]
+        return [RankSlice(*take_rank_slice(batch, part)) for part in range(parts)]
+    return [RankSlice(*take_rank_slice(batch, part), take_rank_slice(partners, part)[0], step) for part in range(parts)]
 
 
 def list_rank_slices(state: TrainingState, batch: sampling.Indices, step: int) -> list[RankSlice]:

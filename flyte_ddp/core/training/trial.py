@@ -35,7 +35,8 @@ def try_evaluation(state: TrainingState) -> str:
         A warning if the model cannot be copied or a language model's targets are shifted wrongly, else "".
 
     Raises:
-        UserError: The model or the objective is unfit, or a loss and its sample are not finite.
+        UserError: The model or the objective is unfit, or a loss and its sample are not finite. If a user-defined
+            measure raises the error, only rank 0 raises UserError.
     """
     plan, test, data = state.plan, state.test, state.data
     if not plan.has_user_model_or_objective:
@@ -93,8 +94,8 @@ def try_samples(
 def check_first_sample_of_non_finite_loss(state: TrainingState, split_name: str, losses: Tensor) -> None:
     """Load the first sample with a non-finite loss again, and raise UserError if its input is not finite.
 
-    If the objective is user-defined, a non-finite target also raises the error. ``losses`` [N] are of all samples, in
-    the split's order. ``split_name`` is "training", "validation" or "test".
+    If the objective is user-defined, also raises UserError if the sample's target is not finite. ``losses`` [N] are of
+    all samples, in the split's order. ``split_name`` is "training", "validation" or "test".
     """
     split: Split = getattr(state, split_name)
     places = (~losses.isfinite()).nonzero()
@@ -135,8 +136,8 @@ def check_losses_not_broadcast(objective: Objective, outputs: Any, targets: Leav
 def check_samples_finite(state: TrainingState, inputs: Leaves, targets: Leaves, samples: Indices, split: str) -> None:
     """Raise UserError if an input is not finite. The error names the sample.
 
-    If the objective is user-defined, a non-finite target also raises the error. Leaves without a row for each sample
-    are not checked.
+    If the objective is user-defined, also raises UserError if a target is not finite. Leaves without a row for each
+    sample are not checked.
 
     Args:
         samples: Numbers of the samples, in the order of the rows.

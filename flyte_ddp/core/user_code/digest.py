@@ -99,7 +99,7 @@ def normalize_code(source: bytes, tree: ast.Module | None) -> bytes:
         return source
 
 
-def list_releases() -> str:
+def format_package_versions() -> str:
     """Return a text with names and versions of the installed packages that compute results, such as "torch 2.9"."""
     found = []
     for name in ARITHMETIC:

@@ -105,7 +105,7 @@ def iterate_user_sources(spec: str) -> Iterator[Source]:
 
     Yields all ``.py`` files of the top-level module, and of the user's modules that these files import. Does not follow
     imports of the standard library, of site-packages, and of IDENTIFIED, nor imports that
-    :func:`find_imported_modules` misses. Skips files that cannot be read. Puts the working directory first on
+    :func:`list_imported_modules` misses. Skips files that cannot be read. Puts the working directory first on
     ``sys.path``.
 
     Raises:
@@ -142,7 +142,7 @@ def follow_imports(files: list[tuple[str, Path]], seen: set[str]) -> Iterator[So
             continue
         tree = parse_python(content)
         yield name, path, content, tree
-        for other in sorted(find_imported_modules(tree) - seen):
+        for other in sorted(list_imported_modules(tree) - seen):
             seen.add(other)
             if found := find_module_spec(other):
                 files += list_module_files(found, only_own=True)
@@ -192,7 +192,7 @@ def translate_user_errors(what: str) -> Iterator[None]:
         raise UserError(f"{what}: {where}: {text[-1].strip()}\n\n{trace}") from error
 
 
-def find_imported_modules(tree: ast.Module | None) -> set[str]:
+def list_imported_modules(tree: ast.Module | None) -> set[str]:
     """Return the names of the top-level modules that a source imports.
 
     Finds absolute imports, and texts in calls of IMPORTERS, such as ``import_module("name")``.

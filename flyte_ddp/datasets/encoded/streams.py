@@ -101,7 +101,7 @@ class StreamImages(BatchSource):
         the workers check the labels.
 
         Raises:
-            UserError: A worker raised the error.
+            UserError: A worker has raised UserError.
             MachineError: The batch did not arrive within FLYTE_DDP_TIMEOUT.
         """
         key = samples.tobytes()
