@@ -34,8 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection() -> Generator[None, object, object]:
     """Keep the garbage collector from visiting modules and tests, while they are imported and afterwards.
 
-    These 700,000 objects never become garbage. Visiting them took a quarter of the collection's time, and most of the
-    time of short runs in this process, which look for multiprocessing's pools among all objects.
+    These 700,000 objects never become garbage. Visiting them took a quarter of the collection's time.
     """
     gc.disable()
     try:

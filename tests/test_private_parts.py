@@ -1,5 +1,6 @@
 """Private parts of other libraries, which are really called: docs/design/private-parts.md lists them."""
 
+import multiprocessing
 import os
 import re
 import socket
@@ -34,7 +35,7 @@ from torch import nn
 from flyte_ddp.core.errors import CollectiveError
 from flyte_ddp.core.launch.supervise.failure_report import Cause, classify_error
 from flyte_ddp.core.loops.in_rank import separate_group_stores, set_default_group_timeout
-from flyte_ddp.core.machine.process import list_helper_pids
+from flyte_ddp.core.machine.process import list_helper_pids, list_process_pools
 from flyte_ddp.core.parallel import distributed
 from flyte_ddp.export.graphs import NotExportedError, export_recurrent_layers_as_loops, silence_torch
 from flytekitplugins.ddp.inputs import share_downloads
@@ -125,6 +126,13 @@ def test_errors_of_gloo_are_known_by_their_text() -> None:
 def test_pythons_own_helper_is_spared() -> None:
     resource_tracker.ensure_running()
     assert len(list_helper_pids()) == 1
+
+
+@pytest.mark.canary
+def test_a_pool_of_processes_is_found_until_it_is_terminated() -> None:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert list_process_pools() == [pool]
+    assert list_process_pools() == []
 
 
 MAIN = """

@@ -5,7 +5,6 @@ processes only on Linux, where a process can adopt orphans and ``/proc`` lists e
 """
 
 import ctypes
-import gc
 import multiprocessing
 import os
 import re
@@ -16,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from multiprocessing import resource_tracker
+from multiprocessing import resource_tracker, util
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext
 from pathlib import Path
@@ -250,10 +249,13 @@ def kill_new_descendants_at_end() -> Iterator[None]:
 
 
 def list_process_pools() -> list[Any]:
-    """Return all ``multiprocessing.Pool`` objects of processes in this process."""
+    """Return the ``multiprocessing.Pool`` objects of processes in this process, except terminated pools."""
     if (module := sys.modules.get("multiprocessing.pool")) is None:
         return []
-    return [each for each in gc.get_objects() if type(each) is module.Pool]
+    registry: dict[Any, Any] = util._finalizer_registry  # type: ignore[attr-defined]
+    # A pool registers a call that terminates the pool at the end of this process. A terminated pool is not registered.
+    owners = [each._weakref() for each in [*registry.values()] if each._weakref is not None]
+    return [each for each in owners if type(each) is module.Pool]
 
 
 def kill_process_trees(roots: Callable[[], Iterable[int]]) -> None:
@@ -301,12 +303,15 @@ def read_process_table() -> dict[int, tuple[int, bool]]:
 
     Returns {} on systems without ``/proc``.
     """
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            # The command's name stands in parentheses and may contain spaces and parentheses.
-            state, parent = path.read_text(errors="replace").rpartition(")")[2].split()[:2]
-            found[int(path.parent.name)] = (int(parent), state not in "ZX")
+    found: dict[int, tuple[int, bool]] = {}
+    if not (folder := Path("/proc")).exists():
+        return found
+    for name in os.listdir(folder):  # noqa: PTH208 (with pathlib's paths, the loop takes three times as long)
+        if name.isdecimal():
+            with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:  # noqa: PTH123
+                # The command's name stands in parentheses and may contain spaces and parentheses.
+                state, parent = file.read().rpartition(b")")[2].split()[:2]
+                found[int(name)] = (int(parent), state not in b"ZX")
     return found
 
 
