@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
-from multiprocessing import resource_tracker
+from multiprocessing import resource_tracker, util
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -130,9 +130,13 @@ def test_pythons_own_helper_is_spared() -> None:
 
 @pytest.mark.canary
 def test_a_pool_of_processes_is_found_until_it_is_terminated() -> None:
+    """Also if another library has registered a call that belongs to no object."""
+    without_owner = util.Finalize(None, print, exitpriority=0)
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert list_process_pools() == [pool]
+        pool.apply(int)  # terminated before its worker has begun, a pool may wait for ever
     assert list_process_pools() == []
+    without_owner.cancel()
 
 
 MAIN = """

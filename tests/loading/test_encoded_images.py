@@ -162,10 +162,10 @@ def test_an_image_that_is_damaged_in_the_cache_is_named_with_its_file(load: Load
     shard, cache = serve(server, "0.tar", shard_bytes(contents))._replace(samples=3), ShardCache(tmp_path)
     loading = load(ShardImages(ShardReader(ShardIndex("", [shard]), cache)), [ListedOrder(np.arange(3))], bad=0)
     assert loading.load_batch(np.arange(3), None).inputs[:, 0, 0, 0].tolist() == [0, 1, 2]
-    damaged = bytearray(cache.shard_path(shard).read_bytes())
+    damaged = bytearray(cache.cached_path(shard).read_bytes())
     damaged[damaged.index(b"IDAT") + 8] ^= 0xFF
-    cache.shard_path(shard).write_bytes(damaged)
-    with pytest.raises(UserError, match=rf"sample '0' in .* cannot be decoded: .*cached in {cache.shard_path(shard)}"):
+    cache.cached_path(shard).write_bytes(damaged)
+    with pytest.raises(UserError, match=rf"sample '0' in .* cannot be decoded: .*cached in {cache.cached_path(shard)}"):
         loading.load_batch(np.arange(3), None)
     reader = ShardImages(ShardReader(ShardIndex("", [shard]), cache), members=True)
-    assert str(cache.shard_path(shard)) in reader.read_sample(0).copy, "also for the user's own decoding"
+    assert str(cache.cached_path(shard)) in reader.read_sample(0).copy, "also for the user's own decoding"

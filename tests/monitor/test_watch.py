@@ -327,7 +327,7 @@ def test_the_truth_of_a_champion_of_before_is_compared_with_its_score_alone(digi
     gate = Gate(digits_gate.runs, Registry(str(tmp_path / "registry"), "digits"), digits_gate.data, tmp_path)
     judged = gate.judge("good")
     assert judged.challenger is not None
-    described = judged.challenger.described
+    described = judged.challenger.monitoring_columns
     np.savez_compressed(tmp_path / "reference.npz", np.array([*described]), *described.values())
     beside = {"reference.npz": tmp_path / "reference.npz"}
     version = store_version(gate.registry, *judged.model.files, judged.verdict, beside)

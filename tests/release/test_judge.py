@@ -158,7 +158,8 @@ def test_a_first_model_whose_logits_are_no_numbers(gate: DigitsGate) -> None:
 @pytest.mark.parametrize("gone", ["model.pt", "its answers"])
 def test_a_champion_that_cannot_be_evaluated(gate: DigitsGate, gone: str, monkeypatch, capfd) -> None:
     """Nobody takes its place without a person's word; the cause is in the verdict, and its traceback on stderr."""
-    entry = gate.release("weak").registry.read_champion()
+    gate.release("weak")
+    entry = gate.registry.read_champion()
     assert entry is not None
     if gone == "its answers":
 

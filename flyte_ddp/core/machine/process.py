@@ -254,8 +254,10 @@ def list_process_pools() -> list[Any]:
         return []
     registry: dict[Any, Any] = util._finalizer_registry  # type: ignore[attr-defined]
     # A pool registers a call that terminates the pool at the end of this process. A terminated pool is not registered.
-    owners = [each._weakref() for each in [*registry.values()] if each._weakref is not None]
-    return [each for each in owners if type(each) is module.Pool]
+    # A registered call without an owner has no reference.
+    references = [getattr(each, "_weakref", None) for each in [*registry.values()]]
+    owners = [reference() for reference in references if reference is not None]
+    return [owner for owner in owners if type(owner) is module.Pool]
 
 
 def kill_process_trees(roots: Callable[[], Iterable[int]]) -> None:
