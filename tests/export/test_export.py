@@ -100,13 +100,13 @@ def outputs_of(trained: Trained) -> np.ndarray:
 def test_a_process_that_cannot_import_torch_answers(exported: Path, tmp_path: Path) -> None:
     images = np.zeros((2, 9, 9, 1), np.uint8)
     with OnnxProcess(exported / "model.onnx", 1) as onnxruntime:
-        assert onnxruntime.compute_outputs({"images": images})["logits"].shape == (2, 10)
+        assert onnxruntime.compute_batch_outputs({"images": images})["logits"].shape == (2, 10)
         maps = Path(f"/proc/{onnxruntime.process.pid}/maps").read_text()
         assert "onnxruntime" in maps
         assert "libtorch" not in maps
     (tmp_path / "model.onnx").write_bytes(b"no model")
     with OnnxProcess(tmp_path / "model.onnx", 1) as broken, pytest.raises(OSError, match="cannot run the model"):
-        broken.compute_outputs({"images": images})
+        broken.compute_batch_outputs({"images": images})
 
 
 def test_the_middles_side_is_pythons() -> None:
