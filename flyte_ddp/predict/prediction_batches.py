@@ -82,7 +82,8 @@ class SavedModel:
 
         ``names`` must be the model's classes in any order.
         """
-        self.order = None if [*names] == self.classes else [self.classes.index(name) for name in names]
+        trained = [*self.sidecar.classes]
+        self.order = None if [*names] == trained else [trained.index(name) for name in names]
         self.classes = [*names]
 
     def compute_outputs(self, inputs: Leaves) -> Any:

@@ -1,6 +1,9 @@
 """The pipe between a rank and its launcher, and who is to blame by what comes through it."""
 
+import os
+import queue
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
@@ -89,6 +92,27 @@ def test_an_error_of_any_kind_is_reported(error: BaseException, message: str) ->
     report = make_failure_report(error)
     assert (report.type, report.cause, report.message) == (type(error).__name__, Cause.CODE, message)
     assert len(report.traceback) < 30_000
+
+
+@pytest.mark.parametrize("error", [OSError("no room"), ValueError("no number")])
+def test_a_checkpoint_that_cannot_be_saved_is_reported(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also an OSError, although the same class shows that the pipe has ended."""
+    ended = queue.SimpleQueue[int]()
+
+    def end(code: int) -> None:
+        ended.put(code)
+        threading.Event().wait()  # the link's thread does no more
+
+    def fail(_: float) -> int:
+        raise error
+
+    monkeypatch.setattr(os, "_exit", end)
+    Link(make_pipe()).offer_saving(fail)
+    OPEN[-1].send(Save(1.0))
+    assert OPEN[-1].poll(60)
+    report = OPEN[-1].recv()
+    assert (report.type, report.message) == (type(error).__name__, str(error))
+    assert ended.get(timeout=60) == 1
 
 
 def handle(rank: int, exit_code: int | None = None, kind: str = "", time: float = 0.0, **values: Any) -> Any:

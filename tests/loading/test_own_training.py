@@ -159,6 +159,13 @@ def test_a_model_predicts_what_it_was_trained_on(photos: Path, tmp_path: Path) -
     assert found.measures
     for name, value in found.measures.items():
         assert value == pytest.approx(expected[f"test_{name}"], abs=1e-6, nan_ok=True)
+    inputs, classes = torch.zeros(2, 3, 8, 8), [*model_of_run.classes]
+    outputs = model_of_run.compute_outputs(inputs)
+    for _ in range(2):  # the same order again, and the first again
+        model_of_run.set_class_order([*reversed(classes)])
+        assert torch.equal(model_of_run.compute_outputs(inputs), outputs.flip(1))
+    model_of_run.set_class_order(classes)
+    assert torch.equal(model_of_run.compute_outputs(inputs), outputs)
 
 
 def test_an_error_of_own_code_reaches_the_user(train_digits: Train) -> None:

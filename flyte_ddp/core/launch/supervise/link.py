@@ -102,14 +102,16 @@ class Link(PipeEnd):
 
         If a message cannot be handled, reports the error and ends this process in the same way.
         """
-        try:
-            while True:
-                self.handle_message(self.pipe.recv())
-        except (EOFError, OSError):
-            os._exit(1)  # on Linux, the kernel has already killed this process together with its launcher
-        except Exception as error:  # otherwise this rank would receive no messages, undetected
-            self.report_error(error)
-            os._exit(1)
+        while True:
+            try:
+                message = self.pipe.recv()
+            except (EOFError, OSError):
+                os._exit(1)  # on Linux, the kernel has already killed this process together with its launcher
+            try:
+                self.handle_message(message)
+            except Exception as error:  # otherwise this rank would receive no messages, undetected
+                self.report_error(error)
+                os._exit(1)
 
     def handle_message(self, message: Message) -> None:
         """Store the work or rank 0's address for the main thread, or save a checkpoint and answer with its step."""
