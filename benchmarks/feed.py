@@ -74,7 +74,7 @@ def open_training(side: str, order: dict[str, Any]) -> Split:
     if side == "arrays":
         pixels = np.random.default_rng(0).integers(0, 256, (order["images"], SIDE, SIDE, 3), np.uint8)
         labels = np.arange(order["images"]) % 10
-        source = open_array_batches(torch.device("cpu"), pixels, labels, pictures=True)
+        source = open_array_batches(torch.device("cpu"), pixels, labels, keep_types=True)
         return Split(source, ListedOrder(np.arange(len(labels))))
     hp = Hyperparameters(
         dataset=f"shards:{order['index']}",

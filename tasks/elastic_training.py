@@ -45,6 +45,6 @@ def offer_data_to_ranks(hp: Hyperparameters, data: FlyteDirectory) -> None:
 
     Waits without a limit while another process of this pod fetches the data.
     """
-    from flyte_ddp.plans.data_on_host import offer_data_on_host
+    from flyte_ddp.plans.data_on_host import link_data_into_host_cache
 
-    offer_data_on_host(hp, Path(data.download()), read_settings().cache_folder)
+    link_data_into_host_cache(hp, Path(data.download()), read_settings().cache_folder)

@@ -171,13 +171,13 @@ def hold_lock(folder: Path, name: str, *, wait: bool = True) -> Iterator[BinaryI
     """Hold an exclusive lock on the file ``name`` in ``folder`` during the block.
 
     Yields the file, open for appending. Creates a missing folder or file, and keeps the file. When the process ends,
-    the kernel releases the lock, even if forked child processes still run.
+    the kernel releases the lock, even if forked child processes still run. The lock is not re-entrant: with
+    ``wait``, a second call in the block waits forever.
 
     Args:
         folder: The folder of the file.
         name: The name of the file.
-        wait: If True, waits without a limit while the lock is held, even by this thread. If False, raises
-            BlockingIOError.
+        wait: If the lock is held, True waits without a limit, and False raises BlockingIOError.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / name).open("ab", buffering=0) as file:

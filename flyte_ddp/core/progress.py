@@ -108,7 +108,10 @@ class StepProgress(Progress):
             self._show_last_step()
 
     def print_evaluation(self, step: int, measures: Mapping[str, Mapping[str, float]], main: str = "accuracy") -> None:
-        """Print the main measure and the loss of each split. ``measures`` are by split, and then by name."""
+        """Print the main measure and the loss of each split that has a loss, to stderr.
+
+        Prints nothing if progress is off. ``measures`` are by split, and then by name.
+        """
         results = []
         for split, found in measures.items():
             if "loss" in found:

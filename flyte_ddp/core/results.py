@@ -84,7 +84,11 @@ def event(**values: Any) -> None:
 
 
 def check_result_name(name: str) -> None:
-    """Raise UserError unless ``name`` is a path below ``results/``, without hidden parts, and not ``events.jsonl``."""
+    """Raise UserError unless ``name`` is a path below ``results/``, without hidden parts, and not ``events.jsonl``.
+
+    ``name`` is relative to ``results/``. Also rejects absolute paths, paths that are not normalised, backslashes and
+    unprintable characters.
+    """
     path = PurePosixPath(name)
     wrong = not path.parts or str(path) != name or path.is_absolute() or "\\" in name or not name.isprintable()
     if wrong or any(part.startswith(".") for part in path.parts) or path.parts[0] == EVENTS:

@@ -43,12 +43,13 @@ class CustomSet:
     def fingerprint(self, source: str) -> str:
         """Return a text that changes with the callable's name or code, with ``source``, or with the data at ``source``.
 
-        Imports no user code. Puts the working directory first on ``sys.path``. If ``source`` is a remote address, sends
-        requests with retries, and may download the file.
+        Imports no user code. Puts the working directory first on ``sys.path``. Records the digests of the source files,
+        to notice later changes. If ``source`` is a remote address, sends requests with retries, and may download the
+        file.
 
         Raises:
-            UserError: The module does not exist or has changed since this process imported the module. Also if
-                ``source`` cannot be read.
+            UserError: The spec is malformed, or ``source`` cannot be read. Also if the module does not exist, or has
+                changed since this process imported the module.
         """
         identity = digest_lines([self.spec, compute_user_code_digest(self.spec), source, hash_address_content(source)])
         return f"{re.sub(r'[^A-Za-z0-9_.]', '-', self.spec)}-{identity[:16]}"

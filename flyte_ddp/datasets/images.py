@@ -83,7 +83,7 @@ def convert_targets(name: str, values: Any, images: Images, classes: int) -> NDA
     """Return the labels of ``images`` as a contiguous array in the type that training expects.
 
     Class numbers become int64 [N], several labels float32 [N, d], and numbers to predict float32 [N] or [N, d]. Masks
-    become uint8 or int64 [N, H, W].
+    [N, H, W] stay uint8, or become int64 from another type.
 
     Args:
         name: The name of the labels, with which errors begin.
@@ -92,7 +92,8 @@ def convert_targets(name: str, values: Any, images: Images, classes: int) -> NDA
         classes: The number of classes, or 0 for numbers to predict.
 
     Raises:
-        UserError: Labels do not fit the images, a class number is out of range, or the type does not fit ``classes``.
+        UserError: Labels do not fit the images, or the type does not fit ``classes``. Also if a class number is out of
+            range. The class numbers of masks are not checked.
     """
     targets = convert_to_array(name, values)
     require_numbers(name, targets, "give class numbers, or numbers to predict")

@@ -208,7 +208,7 @@ def open_test_split(data: ItemSet, opening: Opening) -> tuple[Split, ModelInput]
         UserError: Samples do not fit together.
         UserCodeError: User code fails on a sample that is read here.
     """
-    order, workers = data.order_test(), opening.settings.loaders or count_cores()
+    order, workers = data.make_test_order(), opening.settings.loaders or count_cores()
     facts = describe_items(data, "test", order, opening.collate, opening.seed, trained_spec=opening.spec)
     called = data, {"test": NO_AUGMENTATION}, facts, opening.device, workers
     sources = open_sources(*called, collate=opening.collate, seed=opening.seed)
@@ -251,7 +251,12 @@ def open_sources(
     for side, augmentation in augmentations.items():
         if (stored := data.stored_leaves(side)) is not None and ":" not in collate:
             direct[side] = open_array_batches(
-                device, *stored, data.ids(side), pictures=data.pictures, masked=facts.masked, augmentation=augmentation
+                device,
+                *stored,
+                data.ids(side),
+                keep_types=data.pictures,
+                masked=facts.masked,
+                augmentation=augmentation,
             )
             if augmentation.function is None:
                 continue

@@ -66,8 +66,11 @@ class OnDemandSet(ItemSet):
         return found
 
     @cached_property
-    def seeded_transforms(self) -> dict[str, list[Any]]:
-        """The transforms in the user's data sets that must be seeded, by side."""
+    def transforms_to_seed(self) -> dict[str, list[Any]]:
+        """Return the random transforms of the user's data sets that need seeds, by side ("train", "test").
+
+        The first use may call the user's function, as :attr:`sets` does.
+        """
         from flyte_ddp.core.loading.user_functions import list_seedable_transforms
 
         sides = {"train": self.sets.train, "test": self.sets.test}
@@ -94,7 +97,7 @@ class OnDemandSet(ItemSet):
         from flyte_ddp.core.loading.user_functions import seed_for_sample
 
         samples, where = getattr(self.sets, side), f"dataset={self.name!r}: {side} sample {sample}"
-        seed_for_sample("dataset", seed, epoch or 0, sample, self.seeded_transforms[side])
+        seed_for_sample("dataset", seed, epoch or 0, sample, self.transforms_to_seed[side])
         try:
             pair = split_item(read_user_item(where, samples, sample))
         except ValueError as error:

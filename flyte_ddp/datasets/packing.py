@@ -21,7 +21,8 @@ from flyte_ddp.shards.packing import Members, pack_samples
 def pack_source(source: str, folder: Path, *, split: str = "train", **options: Any) -> ShardIndex:
     """Pack a source into shards and an index in ``folder``, and return the index.
 
-    A published data set is first downloaded into a temporary folder, which is deleted at the end.
+    A published data set is first downloaded into a temporary folder, which is deleted at the end. Prints notes about a
+    folder of images to stderr.
 
     Args:
         source: A name in ``catalog.DATASETS``, or a folder or prefix of images (``class/name.jpg``).

@@ -102,7 +102,7 @@ def check_prepared_set(folder: Path, hp: Hyperparameters) -> list[str]:
     if hp.threshold:
         check_two_classes(hp.threshold, len(classes))
     notes = describe_missing_classes(targets, classes) if hp.objective == "segmentation" else []
-    orders = data.order_splits(hp.validation_fraction, hp.seed, hp.shuffle_shards)
+    orders = data.make_split_orders(hp.validation_fraction, hp.seed, hp.shuffle_shards)
     if not len(orders["training"]) and len(orders["validation"]):
         problem = f"holds out all {len(orders['validation']):,} training samples of dataset={hp.dataset!r}"
         fix = "lower it, or add samples"

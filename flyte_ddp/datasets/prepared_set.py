@@ -124,7 +124,7 @@ class PreparedSet:
         """Return the SHA-256 (hex) of the whole set, and of the test split with the names of the classes."""
         return self.digest, self.digest
 
-    def order_test(self) -> SampleOrder:
+    def make_test_order(self) -> SampleOrder:
         """Return the order of the test split. The order is the same in each call."""
         return ListedOrder(np.arange(self.test_samples, dtype=np.int32))
 
@@ -132,15 +132,15 @@ class PreparedSet:
         """Return the numbers of the training samples, ascending, validation included."""
         return np.arange(self.train_samples, dtype=np.int32)
 
-    def order_splits(self, validation_fraction: float, seed: int, shuffle_shards: int) -> Orders:  # noqa: ARG002
+    def make_split_orders(self, validation_fraction: float, seed: int, shuffle_shards: int) -> Orders:  # noqa: ARG002
         """Return the orders of "training", "validation" and "test" by these names.
 
-        ``shuffle_shards`` is the number of shards from which a batch is drawn. Other sets ignore the number.
+        ``shuffle_shards`` is the number of shards from which a batch is drawn. Only sets of shards use the number.
         """
         samples = self.list_training()
         rest, held_out = split_indices(len(samples), validation_fraction, seed)
         training, validation = ListedOrder(samples[rest], seed), ListedOrder(samples[held_out])
-        return {"training": training, "validation": validation, "test": self.order_test()}
+        return {"training": training, "validation": validation, "test": self.make_test_order()}
 
     def training_targets(self) -> NDArray[Any] | None:
         """Return the labels or targets of all training samples as one array, or None if unknown.
@@ -237,7 +237,13 @@ class PreparedSet:
     def iterate_test_images(self, opening: Opening) -> Iterator[Pixels]:
         """Yield the test split's images, uint8 [H, W, C], neither cropped nor resized.
 
-        Skips images that cannot be decoded.
+        Skips encoded images that cannot be decoded, and decodes encoded images ahead in threads. Does not skip items of
+        user code.
+
+        Raises:
+            UserError: An image cannot be read, or an item of user code is unfit.
+            UserCodeError: User code fails.
+            MachineError: User code does not return within FLYTE_DDP_TIMEOUT.
         """
         images: Iterator[Pixels] = resolve_name(f"{self.opening}:iterate_test_images")(self, opening)
         return images

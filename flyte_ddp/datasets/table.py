@@ -94,9 +94,9 @@ def split_by_id(ids: Any, test: float = 0.1) -> tuple[NDArray[np.int64], NDArray
 def load_table(spec: str, found: type[Table], source: str) -> SampleArrays:
     """Read, divide, fit and prepare the rows of a user's Table, and return the data set.
 
-    The data set keeps the rows and the fitted object. ``fit`` and ``prepare`` get deep copies. New instances call
-    ``prepare``, and call it again for parts of the test rows to find inputs that depend on other rows. Exceptions of
-    the user's code pass through.
+    The data set keeps the rows and the fitted object. ``fit`` and ``prepare`` get deep copies. ``prepare`` is called on
+    new instances, and is called again on parts of the test rows, to find inputs that depend on other rows. Exceptions
+    of the user's code pass through.
 
     Args:
         spec: The name of the class, ``package.module:Class``.
@@ -104,7 +104,7 @@ def load_table(spec: str, found: type[Table], source: str) -> SampleArrays:
         source: The argument of ``read``.
 
     Raises:
-        UserError: The table, or a value that its methods return, is unfit.
+        UserError: The table, or a value that its methods return, is unfit. Also if an input depends on other rows.
     """
     table, where = make_table(found, f"dataset={spec!r}"), f"dataset={spec!r}"
     if found.is_test is Table.is_test and not 0 < table.test < 1:

@@ -223,7 +223,7 @@ def wrap_by_value(function: Callable[..., Any]) -> Callable[..., Any]:
 def translate_cluster_errors(client: Any) -> Iterator[None]:
     """Turn an OSError of the block into an UnreachableError.
 
-    If the client is not running, turns any exception into an UnreachableError.
+    If the client is not running, turns any Exception into an UnreachableError.
     """
     try:
         yield

@@ -118,7 +118,10 @@ class Node(SimpleElasticAgent):
         return {place.local_rank: place.rank for place in places}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Start this host's agents when the ticket is published, and return whether the agents run, failed or ended."""
+        """Start this host's agents when the launcher has published the tickets.
+
+        Returns whether the agents run, failed or ended.
+        """
         if self.round is not None and not self.agents and not self.over:
             tickets = [find_ticket(self.round.store, worker, self.secret) for worker in self.round.workers]
             self.agents = [start_agent(ticket.to_stdin()) for ticket in tickets if ticket is not None]

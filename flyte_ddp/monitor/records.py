@@ -39,7 +39,10 @@ class Records:
             return [*pool.map(self.read_window, numbers)]
 
     def read_window(self, number: int) -> Window:
-        """Return the window with a number and its last truth. Raises UserError if the file is damaged."""
+        """Return window ``number`` from its newest file, which has the last truth.
+
+        ``number`` must be in ``files``. Raises UserError if the file is damaged.
+        """
         address = storage.join_address(self.folder, self.files[number][-1])
         try:
             return Window.from_json(self.registry.read_if_exists(address, storage.read_file) or b"")

@@ -52,7 +52,7 @@ def check_output_shape(model: str, outputs: object, expected: tuple[int, ...], a
         outputs: The model's outputs.
         expected: The shape.
         axes: Names the dimensions in the error, such as "(samples, classes)".
-        fix: Says in the error how to correct the model.
+        fix: Says in the error how to correct the model, if a tensor has another shape.
     """
     if isinstance(outputs, Tensor):
         got = str(tuple(outputs.shape))

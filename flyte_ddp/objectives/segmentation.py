@@ -126,7 +126,8 @@ class Segmentation(Objective):
     def make_top_share_columns(self, prefix: str, masks: Tensor, number: int) -> TableColumns:
         """Return columns with name and share of the ``number`` classes with the most pixels in each mask.
 
-        The columns' names begin with ``prefix``. Where fewer classes have pixels, the name is "" and the share is NaN.
+        ``number`` is capped at the number of classes. The columns' names begin with ``prefix``. Where fewer classes
+        have pixels, the name is "" and the share is NaN.
         """
         shares, none = self.measure_shares(masks).nan_to_num(nan=0.0), self.outputs
         shown = shares.topk(min(number, none))

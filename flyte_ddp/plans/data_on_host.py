@@ -45,10 +45,11 @@ def set_data_folder_on_host(work: Work) -> Work:
     return replace(work, arguments=replace(given, data_folder=folder))
 
 
-def offer_data_on_host(hp: Hyperparameters, data: Path, cache_folder: Path) -> None:
-    """Let ranks of this host use the prepared data in the folder ``data``. Adds a link to this host's cache.
+def link_data_into_host_cache(hp: Hyperparameters, data: Path, cache_folder: Path) -> None:
+    """Put a symlink to the folder ``data`` into this host's cache, where the host's ranks find the prepared data.
 
-    Waits without a limit while another process of this host fetches the data.
+    If the cache already has the data, adds nothing. Waits without a limit while another process of this host fetches
+    the data.
     """
     folder = cached_data_folder(hp, read_prepared_digest(data), cache_folder)
     with hold_lock(folder.parent, f"{folder.name}.lock"):

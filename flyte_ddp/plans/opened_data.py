@@ -47,7 +47,7 @@ class OpenedData:
             UserCodeError: User code fails on a sample that is read here.
         """
         hp = self.hp
-        orders = self.prepared.order_splits(hp.validation_fraction, hp.seed, hp.shuffle_shards)
+        orders = self.prepared.make_split_orders(hp.validation_fraction, hp.seed, hp.shuffle_shards)
         orders["training"] = apply_sampling(self.prepared, orders["training"], hp.sampling)
         # With a GPU, one core is left for the rank's thread, which starts the GPU's work.
         loaders = settings.loaders or max(1, hardware.threads - (device.type == "cuda"))

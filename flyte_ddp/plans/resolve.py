@@ -75,10 +75,11 @@ def hardware_settings(hp: Hyperparameters) -> HardwareSettings:
 
 
 def detect_hardware(hp: Hyperparameters) -> Hardware:
-    """Return the Hardware of a run whose ranks are all on this machine.
+    """Return the Hardware of a run whose ranks are all on this machine. For GPUs initialises CUDA.
 
     Raises:
-        UserError: The machine lacks the GPUs or the bf16 that ``hp`` requires, or ``hp`` does not fit the ranks.
+        UserError: The machine lacks the GPUs or the bf16 that ``hp`` requires, or ``hp`` does not fit the ranks. Also
+            if the machine has another number of GPUs than FLYTE_DDP_GPUS.
     """
     world = detect_world(request_ranks(hp))
     return choose_hardware(hardware_settings(hp), world, detect_bf16_support(world.device_type))

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
+from typing import NamedTuple
 
 from flyte_ddp.core.errors import UserError, unknown_name_error
 from flyte_ddp.core.machine.resources import MOST_CPU_RANKS
@@ -156,23 +157,27 @@ ENGINES = {
 }
 
 
-def compute_node_and_rank_limits(engine: str) -> tuple[int, int, int]:
-    """Return the limits of a training on ``engine`` (elastic, ray, dask, or "" for a single pod).
+class NodeAndRankLimits(NamedTuple):
+    """The limits of a training on an engine."""
 
-    Returns:
-        The largest number of nodes. The exact number of ranks, or 0 if the hyperparameter num_ranks decides. The
-        largest number of ranks without GPUs, or 0 for no limit.
+    most_nodes: int
+    exact_ranks: int  # 0 if the hyperparameter num_ranks decides
+    most_cpu_ranks: int  # of ranks without GPUs, 0 for no limit
+
+
+def compute_node_and_rank_limits(engine: str) -> NodeAndRankLimits:
+    """Return the limits of a training on ``engine`` (elastic, ray, dask, or "" for a single pod).
 
     Raises:
         UserError: The engine does not exist, or FLYTE_DDP_NODES or FLYTE_DDP_PROFILE is wrong.
     """
     if not engine:
-        return 1, 0, 0
+        return NodeAndRankLimits(1, 0, 0)
     if engine not in ENGINES:
         raise unknown_name_error("engine", engine, ENGINES)
     most = read_node_range()[1]
     ranks = most * ENGINES[engine].ranks_per_node(read_profile())
-    return (most, ranks, 0) if ENGINES[engine].exact else (most, 0, ranks)
+    return NodeAndRankLimits(most, ranks, 0) if ENGINES[engine].exact else NodeAndRankLimits(most, 0, ranks)
 
 
 def parse_quantity(text: str) -> Decimal:

@@ -205,13 +205,15 @@ def read_new_rows(sidecar: Sidecar, source: Any) -> tuple[Leaves, NDArray[np.str
 
 
 def prepare_test_inputs(sidecar: Sidecar, data: SampleArrays) -> SampleArrays:
-    """Return a data set with the inputs of the test split that the model's preprocessing makes.
+    """Return ``data`` with test inputs that the model's preprocessing makes.
 
-    If the same preprocessing has made the inputs before, or if neither model nor data set has a preprocessing, returns
-    ``data``. Otherwise runs the user's code, and the training inputs of the result are also the test inputs.
+    Returns ``data`` unchanged if its preprocessing equals the model's, and nothing can be made anew. Nothing can be
+    made anew if ``data`` has no rows, the model has no table, or the model does not store the table's code. Otherwise
+    runs the user's code. The training inputs of the result are the test inputs, too.
 
     Raises:
-        UserError: Another preprocessing made the inputs, and the data set has no rows. The user's code raises.
+        UserError: The preprocessing differs, and ``data`` has no rows or the model has no table. Also if the user's
+            code raises.
     """
     mine, theirs = sidecar.preprocessing, data.preprocessing
     by_table = bool(mine.table and data.rows)

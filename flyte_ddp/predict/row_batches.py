@@ -22,12 +22,13 @@ def read_row_batches(
 ) -> Generator[Batch, None, None]:
     """Yield the rows of a new file in batches of model inputs, with truths if the file has targets.
 
-    The user's code reads the file ``table`` at the first ``next()``. Unusable rows are added to ``bad``, and are in the
-    batches as samples that cannot be decoded. ``batch_size``, by default the model's, counts usable rows.
+    The user's code reads the file ``table`` at the first ``next()``. Unusable rows are added to ``bad``, and keep their
+    place in the batch: with id, with ``decoded`` False, and without input. ``batch_size``, by default the model's,
+    counts usable rows.
 
     Raises:
-        UserError: The user's code fails. ``bad`` allows fewer unusable rows, or no row is usable. A class is not the
-            model's.
+        UserError: The user's code fails. More rows are unusable than ``bad.allowed``, or no row is usable. A class is
+            not the model's.
     """
     new = load_preprocessing(model.sidecar).read(table)
     every = new.ids if new.ids is not None else np.arange(len(new.places) + len(new.bad)).astype(str)

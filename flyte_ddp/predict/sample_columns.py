@@ -87,11 +87,14 @@ def compute_image_columns(images: Tensor, spec: InputSpec) -> dict[str, Tensor]:
 
 
 def compute_tensor_columns(name: str, leaf: Tensor, columns: Sequence[str], *, varies: bool) -> Mapping[str, Column]:
-    """Return the numbers of an input tensor [n, ...] as columns. A tensor of many numbers gives mean and deviation.
+    """Return the numbers of an input tensor [n, ...] as columns.
 
-    If the length varies, or for a long text, one column is the length. A text also has the column of a single token,
-    chosen by the sum of the text's tokens. The choice does not depend on the batch, so samples stay independent.
-    Booleans whose length varies have no columns.
+    If the length is fixed, each number of a sample is a column. Above 64 numbers, the columns are mean and deviation.
+    If the length varies, the columns are length and mean. Booleans whose length varies have no columns.
+
+    Integers [n, k] are a text if the length varies, or if k is above 64. The columns of a text are its length and a
+    single token, at the position (sum of the tokens) mod length. The position does not depend on the batch, so samples
+    stay independent.
 
     Args:
         name: The beginning of the columns' names.

@@ -26,9 +26,10 @@ def evaluate_stored_version(
 ) -> tuple[SavedModel, Evaluation | None]:
     """Download a version, run the version's code on the test split, and return the model and the evaluation.
 
-    The challenger's objective measures the version. The version keeps its threshold. If the classes have another order
-    than the challenger's, the outputs are reordered. If the version's task differs from the challenger's, the
-    evaluation is None.
+    The challenger's objective scores the version, with the version's decision threshold. If the classes have another
+    order than the challenger's, the outputs are reordered, and the threshold is mirrored. If the version's task differs
+    from the challenger's, the evaluation is None. If the version's code raises another error than UserError, prints the
+    traceback to stderr.
 
     Args:
         registry: The registry with the version.

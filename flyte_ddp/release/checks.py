@@ -106,9 +106,10 @@ def judge_above_constant(challenger: Evaluation, alpha: float) -> Check:
 
 
 def judge_champion_above_constant(champion: Evaluation, *, was_above: bool) -> Check | None:
-    """Return the Check that the champion is not worse than the best constant answer, or None if unknown.
+    """Return the Check that the champion is not below the best constant answer.
 
-    The Check fails if the p-value for a worse champion is below DISTINCT (0.001).
+    Returns None if no constant answer can be compared. The Check fails if the one-sided p-value that the champion is
+    worse is below DISTINCT (0.001).
 
     Args:
         champion: The evaluation of the champion.

@@ -69,8 +69,9 @@ def choose_unit(differences: Floats, steps: int) -> float:
     """Return a unit of which all ``differences`` are nearly multiples, or 1 if all differences are 0.
 
     The unit is the greatest common divisor, unless the divisor is below a limit: 1 / ``steps`` of the root mean square
-    of the differences. The unit is then at most the limit. The unit divides the common divisor of magnitudes that occur
-    more than once, so equal sums of these magnitudes remain equal.
+    of the differences. Below the limit, the common divisor of the magnitudes that occur more than once decides. If this
+    divisor is at least the limit, the unit is the largest fraction 1/n of the divisor that is at most the limit. Equal
+    sums of the magnitudes thus remain equal. Otherwise the unit is the limit.
     """
     if not np.any(differences):
         return 1.0

@@ -51,7 +51,7 @@ class ScoreDifferences:
         """Return the difference as text, such as "+1.25 points: 30 samples gained and 5 lost of 2,000".
 
         For scores other than 0 and 1, an example is "squared error worse by 1.25 %: 30 samples better and 50 worse of
-        80".
+        80". If the samples cannot be counted, an example is "squared error worse by 1.25 % on 2,000 samples".
         """
         change = self.format_difference(self.difference)
         if self.unit == POINTS:

@@ -242,7 +242,8 @@ def varies(line: Series) -> bool:
 def describe_constant_lines(title: str, lines: Sequence[Series]) -> str:
     """Return the last value of each line as text, such as "accuracy 97.5 % (validation), 96.33 % (test)".
 
-    Replaces a chart of constant lines. ``title`` is the title of the chart.
+    Replaces a chart of constant lines. ``title`` is the title of the chart. Only values of the title "Accuracy" have a
+    percent sign.
     """
     unit = "\N{NO-BREAK SPACE}%" if title == "Accuracy" else ""
     values = [f"{format_value(line.y[-1])}{unit}" + f" ({line.label})" * bool(line.label) for line in lines]

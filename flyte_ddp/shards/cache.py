@@ -219,7 +219,7 @@ class ShardCache:
         kind, wanted = shard.digest
         digest = hashlib.new(kind, usedforsecurity=False)
         if shard.size >= 0:
-            self.evict_and_set_size(target, shard.size)
+            self.make_room_and_resize(target, shard.size)
         with storage.open_file(shard.url) as file:
             expected = shard.size if shard.size >= 0 else file.size
             if file.size not in (None, expected):
@@ -230,7 +230,7 @@ class ShardCache:
                 if expected is not None and end > expected:
                     raise storage.AlteredError(f"more than {expected:,} bytes", transient=True)
                 if end > os.fstat(target.fileno()).st_size:
-                    self.evict_and_set_size(target, expected or end)
+                    self.make_room_and_resize(target, expected or end)
                 self.write_or_evict(target, chunk)
                 digest.update(chunk)
         storage.check_received_length(target.tell(), expected, remote=True)
@@ -256,7 +256,7 @@ class ShardCache:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not any(map(self.evict_file_if_unlocked, wholes)):
                     raise
 
-    def evict_and_set_size(self, file: io.FileIO, size: int) -> None:
+    def make_room_and_resize(self, file: io.FileIO, size: int) -> None:
         """Evict unlocked shards until ``size`` bytes fit into the cache's limit, then set the file's size.
 
         Also removes the partial files of killed downloads. Waits for other processes that hold the lock ``room``.
@@ -384,7 +384,8 @@ def write_verified_version(record: Path, version: str) -> None:
 def make_unusable_shard_error(shard: Shard, failure: Exception) -> UserError:
     """Return the UserError for a shard that could not be read or downloaded because of ``failure``.
 
-    If the failure is transient, the error is an UnreachableError, so that the run may be tried again.
+    If the failure is a transient UnavailableError, but no AlteredError, the error is an UnreachableError, so that the
+    run may be tried again.
     """
     reason = getattr(failure, "strerror", None) or str(failure)
     if isinstance(failure, storage.AlteredError):

@@ -232,7 +232,8 @@ def create_index(
 
     Raises:
         UserError: A shard is unreadable, malformed or given twice, or no shard has samples. Also if a label is out of
-            range, class names are equal, or ``output`` is unfit or cannot be written.
+            range, or class names are equal. Also if ``output`` is remote, would replace a shard, is an existing file
+            that is no index, or cannot be written.
     """
     classes = normalize_class_names("classes", classes)
     expanded = [whole for url in urls for whole in (expand_address_ranges(url) if ranges else [url])]

@@ -178,7 +178,7 @@ def list_files(address: str) -> Iterator[Entry]:
 
     The whole list is kept in memory. On this machine, symlinks are followed, and hidden files and folders are skipped.
     In a bucket, empty objects that mark folders are skipped, and a prefix without objects gives no files. Errors of a
-    bucket are raised by the call, other errors by the first ``next()``.
+    local folder are raised by the first ``next()``, other errors by the call.
 
     Raises:
         MissingError: The folder of this machine does not exist.

@@ -287,7 +287,7 @@ def measure_leaves(
     counted, labelled = Counter[str](), dict[str, int]()
     if kind != OTHERS:
         [values] = targets.values()
-        counted = count_targets(values, kind)
+        counted = count_samples_by_target(values, kind)
         if kind == CLASSES:
             labels = np.array(values, np.int64)
         if kind in (CLASSES, TOKENS):
@@ -363,11 +363,12 @@ def digest_leaves(leaves: Sequence[Any]) -> int:
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 
-def count_targets(values: Values, kind: str) -> Counter[str]:
+def count_samples_by_target(values: Values, kind: str) -> Counter[str]:
     """Return the number of samples by target, as text.
 
     With the kinds CLASSES, MASKS and LABELS, a target is a class number. With NUMBERS, a target is the range of the
-    first number, such as "4 to 8". Otherwise a target is a range with a token of the sample.
+    first number, such as "4 to 8". Otherwise targets are ranges of tokens, and a range counts once for each sample
+    that has a token in the range. Ignored pixels and tokens do not count.
     """
     if kind == CLASSES:
         return Counter(map(str, np.array(values).tolist()))

@@ -26,7 +26,7 @@ from flyte_ddp.validation.leaf_profile import (
     PartProfile,
     SampleDigests,
     add_split_to_profile,
-    count_targets,
+    count_samples_by_target,
     digest_leaves,
     find_labels_out_of_range,
     profile_item_set,
@@ -71,7 +71,7 @@ def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfi
             return readers[split].read_sample(number).name
 
         for split, reader in readers.items():
-            order, threads = data.order_test(), settings.loaders or count_cores()
+            order, threads = data.make_test_order(), settings.loaders or count_cores()
             numbers = data.list_training() if split == "training" else order.samples_at(slice(0, len(order)))
             parts = measure_encoded_images(reader, numbers, len(data.classes), threads)
             compared.append(add_split_to_profile(profile, split, parts, name_image))
@@ -106,7 +106,7 @@ def measure_encoded_images(source: ImageReader, numbers: Indices, classes: int, 
         counted = zip(*(facts for *_, facts, _ in images), strict=True)
         yield PartProfile(
             compared,
-            count_targets(compared.labels, CLASSES),
+            count_samples_by_target(compared.labels, CLASSES),
             dict(zip(STATISTICS, map(np.array, counted), strict=False)),
             find_labels_out_of_range(compared.numbers.tolist(), compared.labels, classes) if images else {},
             undecodable={number: reason for number, *_, reason in part if reason},

@@ -70,7 +70,7 @@ def test_what_rank_0_writes_comes_before_the_message_about_it(tmp_path: Path, mo
     rank.send(Saved(3))
     rank.send(Notice.COMPLETED)
     handle.exitcode = 0
-    assert not proxy.relay_messages(handle, pipe, pipe.send, host)
+    assert not proxy.relay_until_exit(handle, pipe, pipe.send, host)
     kinds: list[type] = []
     while Exited not in kinds:
         message = launcher.recv()

@@ -148,7 +148,7 @@ def test_masks_move_with_their_images() -> None:
     assert torch.equal(bright(found.inputs), found.targets)
     mirrored = (found.inputs.numpy() != images).any(axis=(1, 2, 3)).sum()
     assert 8 < mirrored < 32
-    source = open_array_batches(CPU, images, masks, pictures=True, augmentation=Augmentation("crop_flip", 3))
+    source = open_array_batches(CPU, images, masks, keep_types=True, augmentation=Augmentation("crop_flip", 3))
     shifted = source.load_batch(np.arange(40), 0)
     covered = shifted.targets != 255
     assert torch.equal(bright(shifted.inputs)[covered], shifted.targets[covered])

@@ -106,7 +106,7 @@ def test_epochs_of_other_lengths_are_refused() -> None:
 def test_held_out_samples_are_those_of_any_other_run_and_never_drawn(weighted_digits: Path) -> None:
     data = open_arrays(weighted_digits)
     for sampling in KINDS:
-        orders = data.order_splits(validation_fraction=0.5, seed=1, shuffle_shards=16)
+        orders = data.make_split_orders(validation_fraction=0.5, seed=1, shuffle_shards=16)
         order = apply_sampling(data, orders["training"], sampling)
         drawn = {*epochs(order, 5).tolist()}
         assert drawn <= {*orders["training"].samples_at(slice(None)).tolist()}

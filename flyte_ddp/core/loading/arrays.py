@@ -118,7 +118,7 @@ def open_array_batches(
     targets: Leaves,
     ids: NDArray[np.str_] | None = None,
     *,
-    pictures: bool = False,
+    keep_types: bool = False,
     masked: str | None = None,
     augmentation: Augmentation = NO_AUGMENTATION,
 ) -> ArrayBatches:
@@ -131,7 +131,7 @@ def open_array_batches(
         inputs: Arrays [N, ...] or Ragged, as one leaf, a tuple or a dict.
         targets: Arrays, in one of the same forms, or None.
         ids: The names of the samples [N], or None.
-        pictures: Whether inputs and targets keep their types. Otherwise whole numbers become int64, and floats fp32.
+        keep_types: Whether inputs and targets keep their types. Otherwise whole numbers become int64, and floats fp32.
         masked: Name of the input whose mask is added to the inputs of each batch. None adds no mask.
         augmentation: The augmentation of training images.
     """
@@ -141,7 +141,7 @@ def open_array_batches(
     def load_leaf(leaf: Any) -> LoadedLeaf:
         if isinstance(leaf, Ragged):
             return LoadedLeaf(to_device(leaf.values, store), device, np.asarray(leaf.ends))
-        return LoadedLeaf(to_device(leaf, store), device, widened=not pictures)
+        return LoadedLeaf(to_device(leaf, store), device, widened=not keep_types)
 
     inputs, targets = (map_leaves(load_leaf, leaves) for leaves in (inputs, targets))
     return ArrayBatches(inputs, targets, store, masked, ids, augmentation)

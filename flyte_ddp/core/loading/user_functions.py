@@ -56,8 +56,8 @@ def seed_for_sample(purpose: str, seed: int, epoch: int, sample: int, transforms
 def list_seedable_transforms(own: Any, method: str = "__call__") -> list[Any]:
     """Return the objects with a method ``set_random_seed``, such as transforms, that a user's callable uses.
 
-    Searches the callable, the attributes, and the globals and closure variables in the code. Does not search the
-    contents of variables. Skips classes.
+    Searches the callable, the attributes, and the globals and closure variables in the code. Looks a single level deep:
+    not inside of lists, and not at attributes of attributes. Skips classes.
 
     Args:
         own: The user's function or object.

@@ -125,7 +125,8 @@ def prepare_inputs(
     """Return a batch's inputs in the form that the model accepts.
 
     Images (uint8 [N, H, W, C]) are resized and normalised to [N, C, height, width], in ``dtype`` and
-    ``memory_format``. In other inputs, floats are converted to ``dtype``.
+    ``memory_format``. If the model needs three channels, grey images become RGB. In other inputs,
+    floats are converted to ``dtype``.
     """
     if isinstance(spec, InputSpec):
         return prepare_images(inputs, spec, dtype, memory_format)

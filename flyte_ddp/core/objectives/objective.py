@@ -121,8 +121,8 @@ class Objective:
     def weights(self, targets: Any) -> Tensor | None:  # noqa: ARG002
         """Return the weights of the losses, in the shape of the losses, or None for weights of 1.
 
-        Weights are at least 0. Weights must depend on the targets alone, because weights are needed before the forward
-        pass. ``across_ranks`` may be called in :meth:`losses`, not here.
+        By default returns None. Weights are at least 0. Weights must depend on the targets alone, because weights are
+        needed before the forward pass. ``across_ranks`` may be called in :meth:`losses`, not here.
         """
         return None
 

@@ -49,7 +49,7 @@ def in_collective() -> AbstractContextManager[None]:
 def watch_async_collective(work: Any) -> None:
     """Let the hang watch watch ``work``, a ``torch.distributed.Work``, until the work is completed. Does not wait.
 
-    The work's tensors are released up to 0.25 s later. Does nothing in a process without a hang watch.
+    The work's tensors are released up to 0.25 s after completion. Does nothing in a process without a hang watch.
     """
     if _watch is not None:
         _watch.entered.append((time.monotonic(), work.is_completed))

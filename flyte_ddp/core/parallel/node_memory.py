@@ -37,7 +37,7 @@ class NodeMemory:
         """Map two halves of ``size`` bytes, at least 1. Collective, with the same size on all ranks."""
         self.peers: dict[int, socket.socket] = {}
         with translate_socket_errors("a rank", distributed.timeout_seconds):
-            file = self._create_and_send_memory(2 * size) if rank() == 0 else self._receive_memory()
+            file = self._create_and_send_memory(2 * size) if rank() == 0 else self._receive_memory_descriptor()
         self.halves = torch.frombuffer(mmap.mmap(file, 2 * size), dtype=torch.uint8).view(2, size)
         self.turn = 0  # which half is being filled
         os.close(file)
@@ -62,8 +62,11 @@ class NodeMemory:
                 socket.send_fds(peer, [b"memory"], [file])
         return file
 
-    def _receive_memory(self) -> int:
-        """Connect to rank 0, wait for the shared memory, and return its file descriptor. Keeps the socket."""
+    def _receive_memory_descriptor(self) -> int:
+        """Connect to rank 0, wait for the shared memory, and return its file descriptor. Collective.
+
+        Keeps the socket in ``peers``. Raises OSError if rank 0 sends no file descriptor.
+        """
         self.peers[0] = peer = create_socket()
         peer.connect(broadcast_object(""))
         peer.send(str(rank()).encode())

@@ -213,7 +213,8 @@ class DDPSync(GradientSync):
     def prepare_backward(self, outputs: Any, loss: Tensor) -> None:
         """Let DDP wait only for gradients of parameters that ``loss`` depends on.
 
-        Call this method between forward and backward pass.
+        Call this method between forward and backward pass. Does nothing if ``outputs`` is a tensor, or if the backward
+        pass exchanges no gradients.
         """
         # DDP expects gradients for all outputs, and would wait in vain for a head that the loss does not use.
         if not isinstance(outputs, Tensor) and self.parallel.require_backward_grad_sync:

@@ -123,9 +123,10 @@ class Checkpointer(CheckpointWriter):
             return Snapshot(state.epoch, state.step, recorder.size(), copied, tuple(trained_in))
 
     def save_epoch(self) -> None:
-        """Copy the state after an epoch for the thread to write, without waiting for the writing.
+        """Copy the state after an epoch for the writer thread. Does not wait for the writing.
 
-        Does nothing if closed or already saved.
+        Waits while the weights are updated. A later snapshot may replace the copy before the thread writes the copy.
+        Does nothing if closed or already saved, or if an update has failed halfway.
         """
         if not self.closed and (snapshot := self.take_snapshot()):
             self.hand_to_thread(snapshot)

@@ -140,13 +140,18 @@ def train_step(state: TrainingState, recorder: Recorder, batch: sampling.Indices
 
 
 def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums:
-    """Load a global batch [B], compute the gradients of all ranks' samples, and return the sums of losses. Collective.
+    """Compute this rank's gradients for a global batch [B], and average the gradients over the ranks. Collective.
 
-    Works in micro-batches. The gradients are averaged over the ranks, and stay in the parameters. Seeds the global
-    random generators.
+    Loads this rank's part of the batch, and runs forward and backward passes, in micro-batches. The averaged gradients
+    stay in the parameters. Sets the optimisers' training mode, and seeds the global random generators. If any rank's
+    buffers changed, copies rank 0's buffers to all ranks.
+
+    Returns:
+        The sums over the samples of all ranks.
 
     Raises:
         UserError: The model fails on the inputs, outputs or losses are unfit, or a parameter would never be trained.
+            Also if a buffer was added, removed or resized.
     """
     state.set_optimizer_mode(training=True)
     part_sums = []
@@ -263,10 +268,10 @@ def compute_outputs(
 
 
 def rerun_forward_passes(state: TrainingState, batch: sampling.Indices, step: int) -> None:
-    """Load this rank's part of a step's batch again, and run the forward passes again. Returns nothing.
+    """Run a step's forward passes again, to find the first value that is not finite. Returns nothing.
 
-    Hooks of :func:`find_non_finite_activation` look at the outputs. Seeds the global random generators, and may change
-    buffers.
+    Loads this rank's part of the batch again, and checks the samples. Hooks of :func:`find_non_finite_activation`
+    check the outputs of modules. Seeds the global random generators, and may change buffers.
 
     Raises:
         UserError: An input, or a target of a user-defined objective, is not finite. The error names the sample. Errors

@@ -49,15 +49,16 @@ def compute_sources_digest(sources: Iterable[Source]) -> str:
     lines = []
     for name, path, content, tree in sources:
         digest = hashlib.sha256(normalize_code(content, tree)).hexdigest()
-        record_module_digest(name, path, digest)
+        check_and_record_module_digest(name, path, digest)
         lines.append(f"{name} {digest}")
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
-def record_module_digest(name: str, path: Path, digest: str) -> None:
+def check_and_record_module_digest(name: str, path: Path, digest: str) -> None:
     """Record the digest of a module's file in ``digested``, and reject a file that was changed after the import.
 
-    ``name`` is the file's relative path. If another file was imported as this module, nothing is recorded.
+    ``name`` is the file's path below its import root, such as "pkg/mod.py". If another file was imported as
+    this module, nothing is recorded.
 
     Raises:
         UserError: The file has changed since this process imported the old code. The old digest stays recorded.

@@ -99,8 +99,9 @@ def crop_to_square(
 ) -> Pixels:
     """Return a part of an image as a square, uint8 [size, size, C].
 
-    If ``draws`` has a sample's numbers from :func:`draw_crops`, the part is random. If ``draws`` is None, the part is
-    the middle square, whose side is ``share`` of the shorter side.
+    If ``draws`` has a sample's numbers from :func:`draw_crops`, the part is random, stretched to the square, and
+    mirrored half the time. ``share`` is then not used. If ``draws`` is None, the part is the middle square, whose side
+    is ``share`` of the shorter side.
     """
     height, width, _ = pixels.shape
     crop = middle_crop(height, width, share) if draws is None else random_crop(draws, height, width)

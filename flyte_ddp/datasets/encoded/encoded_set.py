@@ -104,7 +104,9 @@ class EncodedSet(PreparedSet):
 
     def list_training(self) -> Indices:
         samples = super().list_training()
-        return samples if self.test is not None else np.setdiff1d(samples, self.order_test().samples_at(slice(None)))
+        return (
+            samples if self.test is not None else np.setdiff1d(samples, self.make_test_order().samples_at(slice(None)))
+        )
 
     def check_first_samples(self) -> None:
         """Raise UserError if the first sample of a source lacks an image or a label. By default reads nothing."""

@@ -73,7 +73,7 @@ class ImageFolderSet(EncodedSet):
     def train_samples(self) -> int:
         return len(self.train.names)
 
-    def order_test(self) -> ListedOrder:
+    def make_test_order(self) -> ListedOrder:
         """Return the order of the test split. Without a test set, the split is a tenth of the images."""
         samples = np.arange(len(self.test_source.names), dtype=np.int64)
         return ListedOrder(samples if self.test is not None else split_indices(len(samples), TEST_FRACTION, 0, TEST)[1])

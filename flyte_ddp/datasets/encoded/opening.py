@@ -83,7 +83,7 @@ def open_test_split(data: EncodedSet, opening: Opening) -> tuple[Split, ModelInp
     Raises:
         UserError: The test split is empty, or the user's function cannot be imported.
     """
-    order, spec = data.order_test(), opening.spec
+    order, spec = data.make_test_order(), opening.spec
     assert isinstance(spec, InputSpec)  # others are rejected before
     if not len(order):
         raise data.no_samples_error("testing")
@@ -113,7 +113,7 @@ def iterate_test_images(data: EncodedSet, opening: Opening) -> Iterator[Pixels]:
         except DecodingError:
             return None
 
-    order, threads = data.order_test(), opening.settings.loaders or count_cores()
+    order, threads = data.make_test_order(), opening.settings.loaders or count_cores()
     samples = order.samples_at(slice(0, len(order)))
     with closing(data.open_reader(data.test_source, opening.settings)) as images:
         decoded = map_samples(images, samples, threads, decode_or_none, 2 * threads)  # few ahead: images may be large

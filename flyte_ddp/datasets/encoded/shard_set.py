@@ -66,16 +66,16 @@ class ShardSet(EncodedSet):
     def divide_shards(self, counts: NDArray[np.int64], validation_fraction: float, seed: int) -> ShardSplits:
         return self.divide(counts, validation_fraction, TEST_FRACTION if self.test is None else 0.0, seed)
 
-    def order_test(self) -> ShardOrder:
+    def make_test_order(self) -> ShardOrder:
         """Return the order of the test split. Without a test set, the split is a tenth of the samples."""
         if self.test is not None:
             return ShardOrder(ShardSplits(self.test.counts, 0.0, 0.0, 0), "training")
         return ShardOrder(self.divide_shards(self.train.counts, 0.0, 0), "test")
 
-    def order_splits(self, validation_fraction: float, seed: int, shuffle_shards: int) -> Orders:
+    def make_split_orders(self, validation_fraction: float, seed: int, shuffle_shards: int) -> Orders:
         splits = self.divide_shards(self.train.counts, validation_fraction, seed)
         training = ShardOrder(splits, "training", self.train.weights, shuffle_shards)
-        return {"training": training, "validation": ShardOrder(splits, "validation"), "test": self.order_test()}
+        return {"training": training, "validation": ShardOrder(splits, "validation"), "test": self.make_test_order()}
 
 
 class StreamSet(ShardSet):

@@ -34,27 +34,28 @@ class RankEndedError(RuntimeError):
     """
 
 
-def run_agent(stdin: bytes, sources: bytes = b"", parent_folder: str = "") -> None:
+def run_agent(ticket: bytes, sources: bytes = b"", parent_folder: str = "") -> None:
     """Start an agent process on this host, and wait for its end without a limit.
 
     Args:
-        stdin: The bytes of ``JoinTicket.to_stdin()``.
-        sources: Sources from :func:`pack_sources`. If this host lacks these sources, the agent uses an unpacked copy.
-        parent_folder: The folder in which the sources are unpacked.
+        ticket: The bytes of ``JoinTicket.to_stdin()``.
+        sources: Source files of the user, from :func:`pack_sources`. Unpickled, so the sender must be trusted. If this
+            host's files differ, the agent runs in a temporary folder with a copy.
+        parent_folder: The folder in which the temporary folder is made.
 
     Raises:
         RankEndedError: The agent failed.
     """
-    with unpack_sources(sources, parent_folder) as (folder, path), start_agent(stdin, path, folder) as process:
+    with unpack_sources(sources, parent_folder) as (folder, path), start_agent(ticket, path, folder) as process:
         if process.wait():
             raise RankEndedError("the rank failed")
 
 
-def start_agent(stdin: bytes, path: Sequence[str] = (), folder: str | None = None) -> subprocess.Popen[bytes]:
+def start_agent(ticket: bytes, path: Sequence[str] = (), folder: str | None = None) -> subprocess.Popen[bytes]:
     """Start an agent process on this host, and return the process. The end of this process ends the agent.
 
     Args:
-        stdin: The bytes of ``JoinTicket.to_stdin()``.
+        ticket: The bytes of ``JoinTicket.to_stdin()``.
         path: Folders that the agent has first on ``sys.path``, before the folders of this process.
         folder: The agent's working directory (None: this process's).
     """
@@ -62,7 +63,7 @@ def start_agent(stdin: bytes, path: Sequence[str] = (), folder: str | None = Non
     command = [sys.executable, "-m", "flyte_ddp.core.launch.remote.agent"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, cwd=folder)
     assert process.stdin is not None
-    process.stdin.write(stdin)
+    process.stdin.write(ticket)
     process.stdin.flush()  # stdin stays open, because its end shows the agent that this process has ended
     return process
 

@@ -103,7 +103,7 @@ def relay_until_restart(handle: RankHandle, folder: Path, pipe: Connection, send
             work, handle.network = connection.receive_work(pipe, folder)
         folder_to_send = None if work.sees_run_folder else work.output_folder
         handle.queue_work(work)
-        over = relay_messages(handle, pipe, send, folder_to_send)
+        over = relay_until_exit(handle, pipe, send, folder_to_send)
     except (connection.RunOverError, LauncherGoneError):
         raise
     except Exception as error:  # of this host, such as a full disk, reported as the rank's error
@@ -119,11 +119,11 @@ def relay_until_restart(handle: RankHandle, folder: Path, pipe: Connection, send
     raise connection.RunOverError(over.error)
 
 
-def relay_messages(handle: RankHandle, pipe: Connection, send: Send, folder: Path | None) -> RunOver | None:
+def relay_until_exit(handle: RankHandle, pipe: Connection, send: Send, folder: Path | None) -> RunOver | None:
     """Relay messages until the rank exits, and send the launcher the exit code.
 
-    If the launcher requests so, kills the rank or sends its stack. For rank 0 also sends changed files of ``folder``,
-    and for another rank once the launcher requests a checkpoint in place of rank 0.
+    If the launcher requests so, kills the rank or sends its stack. Sends changed files of ``folder`` if the rank is 0,
+    or after the launcher has asked this rank to stand in for rank 0.
 
     Args:
         handle: The rank.
