@@ -149,7 +149,7 @@ def mutate(source: random.Random) -> bytes:
             field = tarfile.itn(source.choice((-1, 1, 513, 2**33, 2**40, 2**59, 2**62)), 12, tarfile.GNU_FORMAT)
             start, length = 124, 12  # the size
         elif kind == 2:
-            field = source.choice(b"012345678LKSxgXDMNV\0").to_npz_bytes()
+            field = source.choice(b"012345678LKSxgXDMNV\0").to_bytes()
             start, length = 156, 1  # the type
         else:
             field = source.choice((b"\0", b"7", b"/", b"../", b"\xff")) * length
