@@ -5,6 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import List, NamedTuple
 
+from flyte_ddp.release.promotion_log import Entry
 from flytekit import Deck
 from flytekit.core.type_engine import TypeEngine
 from flytekit.types.directory import FlyteDirectory
@@ -18,7 +19,7 @@ from flyte_ddp.pods.platforms import describe_author, is_in_pod
 from flyte_ddp.pods.run_inputs import find_or_fetch_data_set
 from flyte_ddp.release import promotion
 from flyte_ddp.release.policy import Policy
-from flyte_ddp.release.registry import Entry, Registry
+from flyte_ddp.release.registry import Registry
 from flyte_ddp.release.verdict import Released, Verdict
 from flyte_ddp.validation.profile import DataProfile
 from tasks import pods

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import click
 import yaml
+from flyte_ddp.release.model_files import check_model_name
 from flytekit import CronSchedule, Email, LaunchPlan
 from flytekit.core.workflow import PythonFunctionWorkflow
 from flytekit.models.concurrency import ConcurrencyLimitBehavior, ConcurrencyPolicy
@@ -30,7 +31,6 @@ from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.pods.environment import REGISTRY_VARIABLE
 from flyte_ddp.pods.profiles import ENGINES
 from flyte_ddp.release.policy import Policy
-from flyte_ddp.release.registry import check_model_name
 from flyte_ddp.sweep.space import Sweep, check_sweep
 from tasks.command_line import describe_missing_engine
 from tasks.input_form import prefill_form

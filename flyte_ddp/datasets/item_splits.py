@@ -49,7 +49,7 @@ class ItemFacts(NamedTuple):
     types: Types = MappingProxyType({})  # of leaves that are numbers
 
 
-def describe_items(
+def get_item_facts(
     data: ItemSet,
     side: str,
     order: Order,
@@ -77,7 +77,7 @@ def describe_items(
         UserCodeError: User code fails.
     """
     if data.pictures:
-        return describe_images(data, side, order, seed, classes)
+        return get_image_facts(data, side, order, seed, classes)
     stored = data.stored_leaves("train")
     if stored is not None and ":" not in collate:
         inputs, targets = map(make_leaves_spec, stored)
@@ -105,7 +105,7 @@ def describe_items(
     return ItemFacts(inputs, spec_of_single_target(targets), masked if collate == PADDED else None, types)
 
 
-def describe_images(data: ItemSet, side: str, order: Order, seed: int, num_classes: int) -> ItemFacts:
+def get_image_facts(data: ItemSet, side: str, order: Order, seed: int, num_classes: int) -> ItemFacts:
     """Return size and normalisation of the images, and the properties of their targets.
 
     Of a set on demand, reads the first picture of ``order`` by user code. If such a set has no class names,
@@ -179,7 +179,7 @@ def open_splits(data: ItemSet, orders: Orders, hp: Hyperparameters, device: torc
         UserCodeError: User code fails on a sample that is read here.
     """
     augmentations = {"train": Augmentation.from_augment_setting(hp.augment, hp.seed), "test": NO_AUGMENTATION}
-    facts = describe_items(data, "train", orders["training"], hp.collate, hp.seed, classes=hp.num_classes)
+    facts = get_item_facts(data, "train", orders["training"], hp.collate, hp.seed, classes=hp.num_classes)
     if hp.mixup:
         check_mixup(hp, facts.inputs)
     called = data, augmentations, facts, device, settings.loaders
@@ -209,7 +209,7 @@ def open_test_split(data: ItemSet, opening: Opening) -> tuple[Split, ModelInput]
         UserCodeError: User code fails on a sample that is read here.
     """
     order, workers = data.make_test_order(), opening.settings.loaders or count_cores()
-    facts = describe_items(data, "test", order, opening.collate, opening.seed, trained_spec=opening.spec)
+    facts = get_item_facts(data, "test", order, opening.collate, opening.seed, trained_spec=opening.spec)
     called = data, {"test": NO_AUGMENTATION}, facts, opening.device, workers
     sources = open_sources(*called, collate=opening.collate, seed=opening.seed)
     return Split(sources.evaluation["test"], order), facts.inputs

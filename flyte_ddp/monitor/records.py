@@ -14,7 +14,8 @@ from dataclasses import dataclass, fields, replace
 from flyte_ddp import storage
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.monitor.window import LOOKED_AT, Score, Window, is_alarm
-from flyte_ddp.release.registry import DAMAGED, READERS, Entry, Registry
+from flyte_ddp.release.promotion_log import READERS, Entry
+from flyte_ddp.release.registry import DAMAGED, Registry
 
 RECENT = 50  # windows of a page
 RECORD = re.compile(r"(?:truth/)?([0-9]{8})(?:-[0-9]+)?\.json")

@@ -33,7 +33,8 @@ from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.monitor.truth import add_truth_to_batches, make_known_truth_mask
 from flyte_ddp.monitor.window import FEWEST, Window
 from flyte_ddp.pods.run_inputs import find_or_fetch_data_set
-from flyte_ddp.predict.predict import mark_rows_with_nan, read_sample_setting, restore_images
+from flyte_ddp.predict.answer_table import mark_rows_with_nan
+from flyte_ddp.predict.predict import read_sample_setting, restore_images
 from flyte_ddp.predict.prediction_batches import (
     Batch,
     SavedModel,
@@ -51,7 +52,8 @@ from flyte_ddp.predict.sample_columns import (
 )
 from flyte_ddp.release.evaluation import select_targets
 from flyte_ddp.release.promotion import REFERENCE, VERDICT
-from flyte_ddp.release.registry import Entry, Registry
+from flyte_ddp.release.promotion_log import Entry
+from flyte_ddp.release.registry import Registry
 from flyte_ddp.release.verdict import Verdict
 from flyte_ddp.report.figures import Picture
 

@@ -2,7 +2,6 @@
 
 import codecs
 import csv
-import math
 import shutil
 import tempfile
 from collections import Counter
@@ -21,7 +20,6 @@ from torch import Tensor
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.files import replace_file
 from flyte_ddp.core.models.inputs import InputSpec, ModelInput
-from flyte_ddp.core.objectives.objective import list_float_tensors, overrides
 from flyte_ddp.core.objectives.table_columns import (
     TableColumns,
     describe_samples,
@@ -38,8 +36,14 @@ from flyte_ddp.datasets import open_prepared
 from flyte_ddp.datasets.encoded.samples import BadSamples
 from flyte_ddp.datasets.rows import MISSING
 from flyte_ddp.models.stored_code import read_model_json
-from flyte_ddp.objectives import Classification, Multilabel, Objective, Segmentation
+from flyte_ddp.objectives import Classification
 from flyte_ddp.objectives.class_columns import make_unique_column_names
+from flyte_ddp.predict.answer_table import (
+    format_csv_cell,
+    is_limited_to_top_classes,
+    make_answer_columns,
+    mark_rows_with_nan,
+)
 from flyte_ddp.predict.prediction_batches import (
     Batch,
     SavedModel,
@@ -51,8 +55,7 @@ from flyte_ddp.predict.row_batches import read_row_batches
 from flyte_ddp.report.figures import Picture
 from flyte_ddp.report.page import choose_class_colors, color_table, render_template, write_html
 
-MANY_CLASSES = 100  # or labels; with more, the table lists the likeliest of each sample
-TOP_CLASSES = 5  # that the table then lists by default
+TOP_CLASSES = 5  # that the table of a model of many classes lists by default
 PICTURES = 24  # on the page
 PALETTE = 256  # colours that a PNG with a palette can have
 
@@ -338,69 +341,3 @@ def write_mask_png(folder: Path, name: str, mask: NDArray[Any], classes: int) ->
         image.putpalette(color_table(classes).tobytes())
     image.save(file, format="PNG")
     return file.relative_to(folder.parent).as_posix()
-
-
-def make_answer_columns(
-    model: SavedModel, outputs: Any, targets: Leaves, undefined: NDArray[np.bool_], top_classes: int = 0
-) -> TableColumns:
-    """Return a model's outputs for a batch as columns of a table, made by the model's objective.
-
-    In undefined rows, texts become "", and numbers stay.
-
-    Args:
-        model: The saved model.
-        outputs: The model's outputs for a batch.
-        targets: The targets of the batch, which show which outputs are padding, or None.
-        undefined: Which rows are undefined, bool [n].
-        top_classes: The number of likeliest classes with a column. 0: all classes.
-
-    Raises:
-        UserError: The objective has no columns.
-    """
-    objective, where = model.objective, model.sidecar.objective
-    shown = outputs if targets is None else objective.hide_padding(outputs, targets)
-    given = {**(objective.top_answers(shown, top_classes) if top_classes else objective.answers(shown))}
-    if not given:
-        raise UserError(f"objective={where!r}: has no columns for a table of predictions; override its method answers")
-    for name, values in given.items():
-        if undefined.any() and isinstance(values[0], str):  # the first class is no prediction of NaN
-            given[name] = ["" if bad else value for bad, value in zip(undefined, values, strict=True)]
-    return given
-
-
-def is_limited_to_top_classes(objective: Objective, method: str) -> bool:
-    """Return whether a table lists only the likeliest of more than 100 classes or labels.
-
-    If the user's objective overrides ``method``, returns False.
-    """
-    kinds = Classification, Multilabel, Segmentation
-    ours = any(isinstance(objective, kind) and not overrides(objective, kind, method) for kind in kinds)
-    return ours and objective.outputs > MANY_CLASSES
-
-
-def mark_rows_with_nan(outputs: Any, samples: int) -> NDArray[np.bool_]:
-    """Return for each sample of a batch whether its outputs have a NaN, bool [samples].
-
-    Tensors without a row for each sample are ignored.
-    """
-    found = np.zeros(samples, dtype=np.bool_)
-    for tensor in list_float_tensors(outputs):
-        if tensor.shape[:1] == (samples,):
-            found |= tensor.isnan().reshape(samples, -1).any(dim=1).cpu().numpy()
-    return found
-
-
-def format_csv_cell(column: str, value: Any) -> str:
-    """Return a number or text as the text of a CSV cell. NaN becomes "".
-
-    Floats have six significant digits in the columns score, probability and share, and in columns such as "score_NAME".
-    In other columns, floats have all digits, without an exponent.
-    """
-    if isinstance(value, (str, int, np.integer)):
-        return str(value)
-    if math.isnan(value):
-        return ""
-    if column.partition("_")[0] in ("score", "probability", "share"):
-        return f"{value:.6g}"
-    single = np.float32(value)
-    return np.format_float_positional(single if float(single) == value else np.float64(value), trim="-")

@@ -20,7 +20,7 @@ from flyte_ddp.release.judgement import (
 )
 from flyte_ddp.release.policy import LEAVE_OUT, NOT_WORSE
 from flyte_ddp.release.promotion import read_verdict
-from flyte_ddp.release.registry import Entry
+from flyte_ddp.release.promotion_log import Entry
 from flyte_ddp.release.samples import make_seen_sample_mask
 from flyte_ddp.release.scores import is_higher_better
 from flyte_ddp.release.slices import group_by_slice

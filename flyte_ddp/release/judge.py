@@ -24,7 +24,8 @@ from flyte_ddp.release.judgement import (
 )
 from flyte_ddp.release.policy import OFF, REQUIRED, Policy
 from flyte_ddp.release.promotion import REFERENCE, read_stored_sidecar
-from flyte_ddp.release.registry import Registry, replay_promotions
+from flyte_ddp.release.promotion_log import replay_promotions
+from flyte_ddp.release.registry import Registry
 from flyte_ddp.release.task import has_same_preprocessing
 from flyte_ddp.release.verdict import KEPT, NO_COMPARISON, PROMOTED, Verdict
 

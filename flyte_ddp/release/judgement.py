@@ -9,7 +9,8 @@ from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.release import checks, statistics
 from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.policy import NOT_WORSE, Policy
-from flyte_ddp.release.registry import Entry, Registry
+from flyte_ddp.release.promotion_log import Entry
+from flyte_ddp.release.registry import Registry
 from flyte_ddp.release.samples import Digests, JudgedSamples, rate_answers
 from flyte_ddp.release.verdict import Check, Verdict
 

@@ -9,15 +9,10 @@ from functools import partial
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.text.formatting import format_count, format_measure, name_measure
+from flyte_ddp.release.model_files import list_models
 from flyte_ddp.release.promotion import read_stored_sidecar, read_verdict, require_champion
-from flyte_ddp.release.registry import (
-    READERS,
-    ROLLBACK,
-    Entry,
-    Registry,
-    list_models,
-    replay_promotions,
-)
+from flyte_ddp.release.promotion_log import READERS, ROLLBACK, Entry, replay_promotions
+from flyte_ddp.release.registry import Registry
 from flyte_ddp.release.verdict import KEPT, NO_COMPARISON, Check, Verdict
 
 WIDTH = 100  # characters of a line

@@ -12,17 +12,8 @@ from typing import TYPE_CHECKING
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.core.files import SIDECAR, WEIGHTS, file_digest
 from flyte_ddp.core.models.sidecar import Sidecar, parse_sidecar, read_sidecar
-from flyte_ddp.release.registry import (
-    DAMAGED,
-    PROMOTE,
-    ROLLBACK,
-    Entry,
-    LostError,
-    Registry,
-    Version,
-    damaged_file_error,
-    replay_promotions,
-)
+from flyte_ddp.release.promotion_log import PROMOTE, ROLLBACK, Entry, LostError, replay_promotions
+from flyte_ddp.release.registry import DAMAGED, Registry, Version, damaged_file_error
 from flyte_ddp.release.task import Task, has_same_preprocessing
 from flyte_ddp.release.verdict import Released, Verdict
 from flyte_ddp.validation.profile import DataProfile

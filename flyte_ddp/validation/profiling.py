@@ -21,16 +21,8 @@ from flyte_ddp.datasets.encoded.encoded_set import EncodedSet
 from flyte_ddp.datasets.encoded.readers import Encoded, ImageReader, map_samples
 from flyte_ddp.datasets.item_set import ItemSet
 from flyte_ddp.datasets.prepared import open_prepared, resolve_class_names
-from flyte_ddp.validation.leaf_profile import (
-    FEW,
-    PartProfile,
-    SampleDigests,
-    add_split_to_profile,
-    count_samples_by_target,
-    digest_leaves,
-    find_labels_out_of_range,
-    profile_item_set,
-)
+from flyte_ddp.validation.leaf_profile import FEW, PartProfile, SampleDigests, add_split_to_profile, profile_item_set
+from flyte_ddp.validation.leaf_statistics import count_samples_by_target, digest_leaves, find_labels_out_of_range
 from flyte_ddp.validation.profile import CLASSES, LABELS, MASKS, NUMBERS, OTHERS, TOKENS, DataProfile, SplitProfile
 
 LABEL = "classes"  # the name of the targets as a statistic

@@ -23,7 +23,7 @@ from flyte_ddp.core.loading.workers import LoaderPool
 from flyte_ddp.core.machine import waiting
 from flyte_ddp.core.order.sampling import ListedOrder, take_slice
 from flyte_ddp.core.samples.leaves import name_leaves
-from flyte_ddp.datasets.item_splits import describe_items
+from flyte_ddp.datasets.item_splits import get_item_facts
 from flyte_ddp.datasets.items import ItemBatches, ItemLoader, Items
 from flyte_ddp.datasets.on_demand_set import OnDemandSet
 
@@ -144,7 +144,7 @@ def test_what_own_code_changes_in_place_stays_in_its_batch() -> None:
 def test_arrays_are_batched_as_their_items_are(name: str, collate: str) -> None:
     """So that training with an own augmentation, and evaluations without, give the model the same leaves."""
     data = getattr(leaf_tasks, name)("")
-    facts = describe_items(data, "train", ORDER, collate, 0)
+    facts = get_item_facts(data, "train", ORDER, collate, 0)
     of_arrays = open_array_batches(CPU, data.train_inputs, data.train_targets, masked=facts.masked)
     items = ItemBatches(ItemLoader(Items(data, "train"), collate, 0, masked=facts.masked), None, CPU)
     for samples in (np.arange(8), np.array([40]), np.array([3, 3, 0])):
@@ -174,7 +174,7 @@ def test_the_mask_of_a_dict_that_has_a_mask_is_its_own() -> None:
 def test_the_type_of_a_leaf_is_one_for_the_whole_set() -> None:
     """Not the batch's, which would depend on the samples of a rank, and so on the number of ranks."""
     data = set_of("numbers")
-    facts = describe_items(data, "train", ORDER, "stacked", 0)
+    facts = get_item_facts(data, "train", ORDER, "stacked", 0)
     loader = ItemLoader(Items(data, "train"), "stacked", 0, types=facts.types)
     for samples in ([0, 1], [0, 2], [3], [2, 3]):
         inputs, _ = loader.load_items(samples, None)
@@ -184,7 +184,7 @@ def test_the_type_of_a_leaf_is_one_for_the_whole_set() -> None:
 
 def test_a_fraction_among_whole_numbers_is_named() -> None:
     data = set_of("whole_numbers")
-    facts = describe_items(data, "train", ORDER, "stacked", 0)
+    facts = get_item_facts(data, "train", ORDER, "stacked", 0)
     loader = ItemLoader(Items(data, "train"), "stacked", 0, types=facts.types)
     assert loader.load_items([6, 8], None)[0].tolist() == [[6, 1], [2, 1]]
     rule = r"the inputs of train sample 9 have fractions.* whole numbers; "
@@ -330,7 +330,7 @@ def test_texts_and_nothing_pass_through_an_own_collate(pool: LoaderPool) -> None
         assert (inputs["text"], inputs["nothing"]) == (["row 4", "row 2"], None)
         assert (inputs["bf16"].dtype, inputs["bf16"].tolist()) == (torch.bfloat16, [1, 1])
         assert targets.tolist() == [1, 2]
-    facts = describe_items(set_of("drawing"), "train", ORDER, "item_sets:collate", 0)
+    facts = get_item_facts(set_of("drawing"), "train", ORDER, "item_sets:collate", 0)
     kinds = {name: leaf.dtype for name, leaf in facts.inputs.leaves}
     assert [kinds[name] for name in ("tokens", "drawn", "text", "nothing", "bf16")] == [
         *("int64", "float", "other", "other", "float")
@@ -367,12 +367,12 @@ def test_the_memory_grows_and_a_batch_that_is_kept_is_not_overwritten(pool: Load
 
 def test_facts_of_sets_on_demand() -> None:
     """What differs between samples has no size; the mask is of the first such input."""
-    facts = describe_items(set_of("drawing"), "train", ORDER, "padded", 0)
+    facts = get_item_facts(set_of("drawing"), "train", ORDER, "padded", 0)
     leaves = dict(facts.inputs.leaves)
     assert (leaves["tokens"].shape, leaves["row"].shape, facts.masked) == ((None,), (), "tokens")
     assert facts.targets == TargetSpec(np.dtype(np.int64), ())
     with pytest.raises(UserError, match="the inputs of dataset='item_sets:drawing' have different lengths"):
-        describe_items(set_of("drawing"), "train", ORDER, "stacked", 0)
+        get_item_facts(set_of("drawing"), "train", ORDER, "stacked", 0)
 
 
 def test_arrays_without_room_on_a_gpu_stay_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,13 +28,8 @@ from flyte_ddp.core.models.sidecar import MIDDLE
 from flyte_ddp.datasets.images import image_arrays
 from flyte_ddp.datasets.prepared_set import write_prepared_set
 from flyte_ddp.objectives import Classification, Facts
-from flyte_ddp.predict.predict import (
-    format_csv_cell,
-    make_answer_columns,
-    mark_rows_with_nan,
-    replace_folder_on_success,
-    write_rows_and_masks,
-)
+from flyte_ddp.predict.answer_table import format_csv_cell, make_answer_columns, mark_rows_with_nan
+from flyte_ddp.predict.predict import replace_folder_on_success, write_rows_and_masks
 
 GREY = InputSpec(channels=1, height=16, width=16, mean=(0.3,), std=(0.4,))
 RGB = InputSpec(channels=3, height=16, width=16, mean=(0.3, 0.4, 0.5), std=(0.2, 0.25, 0.3))

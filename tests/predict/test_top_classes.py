@@ -19,7 +19,7 @@ from flyte_ddp.core.models import saving
 from flyte_ddp.core.models.inputs import InputSpec
 from flyte_ddp.objectives import Classification, Facts, Multilabel, Objective, Segmentation
 from flyte_ddp.objectives.class_columns import make_unique_column_names
-from flyte_ddp.predict.predict import is_limited_to_top_classes, make_answer_columns, mark_rows_with_nan
+from flyte_ddp.predict.answer_table import is_limited_to_top_classes, make_answer_columns, mark_rows_with_nan
 
 SPEC = InputSpec(channels=1, height=4, width=4, mean=(0.3,), std=(0.4,))
 SOURCE = """

@@ -16,7 +16,8 @@ from tars import BLOCK, header_of, indexed, samples, tar_bytes
 from flyte_ddp import storage
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.shards.dataset import ShardDataset
-from flyte_ddp.shards.scanning import HashedStream, create_index, tables_path, verify_index
+from flyte_ddp.shards.scanning import create_index, tables_path, verify_index
+from flyte_ddp.shards.tabulating import HashedStream
 from flyte_ddp.shards.tar import MOST_HEADER_BYTES, SampleTable, hash_table, iterate_tar_members
 
 MIB = 1 << 20

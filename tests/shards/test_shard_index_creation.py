@@ -16,7 +16,7 @@ from wids import wids_specs
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.datasets import fetch
 from flyte_ddp.datasets.encoded.readers import ShardImages
-from flyte_ddp.shards import scanning
+from flyte_ddp.shards import tabulating
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardDataset, ShardReader
 from flyte_ddp.shards.index import Part, read_index
@@ -104,7 +104,7 @@ def test_a_mistake_ends_the_work_of_all_threads(server: FileServer, tmp_path: Pa
         server.files[f"{number}.tar"] = shard_bytes(samples(1)) if number else b"none"
     with pytest.raises(UserError, match=r"/0\.tar: not a complete"):
         create_index([f"{server.url}/{{0..199}}.tar"], tmp_path / "x.json", progress="off")
-    assert len(server.requests) <= 3 * scanning.THREADS
+    assert len(server.requests) <= 3 * tabulating.THREADS
     assert list(tmp_path.iterdir()) == []
 
 

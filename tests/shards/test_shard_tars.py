@@ -17,7 +17,7 @@ from tars import BLOCK, header_of, tar_bytes
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.shards.dataset import ShardDataset
 from flyte_ddp.shards.index import Shard, ShardIndex
-from flyte_ddp.shards.scanning import HashedStream
+from flyte_ddp.shards.tabulating import HashedStream
 from flyte_ddp.shards.tar import Member, SampleTable, group_members_into_samples, iterate_tar_members
 
 FORMATS = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)

@@ -17,7 +17,7 @@ from flyte_ddp.core.loading import workers
 from flyte_ddp.datasets import arrays, fetch
 from flyte_ddp.datasets.prepared_set import write_prepared_set
 from flyte_ddp.datasets.sample_arrays import SampleArrays
-from flyte_ddp.validation.leaf_profile import count_by_range, describe_range
+from flyte_ddp.validation.leaf_statistics import count_by_range, describe_range
 from flyte_ddp.validation.profile import DataProfile, render_profile
 from flyte_ddp.validation.profiling import check_profile, compute_profile, iterate_differences_from_champion
 

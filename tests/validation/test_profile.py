@@ -13,7 +13,7 @@ from tars import shard_bytes
 
 from flyte_ddp.datasets import fetch, image_arrays, open_arrays
 from flyte_ddp.datasets.prepared_set import write_prepared_set
-from flyte_ddp.validation.leaf_profile import describe_range
+from flyte_ddp.validation.leaf_statistics import describe_range
 from flyte_ddp.validation.profile import DataProfile
 from flyte_ddp.validation.profiling import compute_profile
 

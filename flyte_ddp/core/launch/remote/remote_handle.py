@@ -36,7 +36,7 @@ class RemoteHandle(RankHandle):
         self.results = results.ResultWriter(output_folder)
 
     def ran_out_of_memory(self) -> bool:
-        # Elastic's ranks have no agent that reports a lack of memory.
+        # A lost agent cannot report a lack of memory. On this host, the kernel's count shows the lack.
         return self.out_of_memory or (self.lost and self.worker.is_on_launcher_host and super().ran_out_of_memory())
 
     def send_work(self, work: Work) -> None:
