@@ -39,8 +39,8 @@ from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.pods import environment, outcomes
 from flyte_ddp.pods.profiles import ENGINES
 from flyte_ddp.release.policy import Policy
+from flyte_ddp.schedules.yaml_files import describe_read_error, load_strictly
 from flyte_ddp.sweep.space import Sweep
-from tasks.yaml_files import describe_read_error, load_strictly
 
 if TYPE_CHECKING:
     from flytekit.clis.sdk_in_container.run import RunLevelParams

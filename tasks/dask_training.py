@@ -13,7 +13,7 @@ from flytekitplugins.ddp.resources import requests_and_limits
 from flytekitplugins.ddp.run import make_engine_launcher
 from tasks import pods
 from tasks.flyte import flyte_task
-from tasks.training import TrainingOutputs, make_training_outputs, train_in_run_folder
+from tasks.training import TrainingOutputs, train_and_make_outputs
 
 PROFILE = read_profile()
 RANKS_EACH = ENGINES["dask"].ranks_per_node(PROFILE)
@@ -32,4 +32,4 @@ def train_on_dask(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -
     The inputs are outputs of check_inputs. The outputs are those of train_model. A local run uses
     DASK_SCHEDULER_ADDRESS, if set.
     """
-    return make_training_outputs(train_in_run_folder(hp, data, run_version, make_engine_launcher("dask", WORKERS)))
+    return train_and_make_outputs(hp, data, run_version, make_engine_launcher("dask", WORKERS))

@@ -13,7 +13,7 @@ from flyte_ddp.pods.profiles import ENGINES, read_node_range, read_profile
 from flytekitplugins.ddp.elastic import ReplacedPodsTask, make_elastic_options
 from tasks import pods
 from tasks.flyte import flyte_task
-from tasks.training import TrainingOutputs, make_training_outputs, train_in_run_folder
+from tasks.training import TrainingOutputs, train_and_make_outputs
 
 
 class ElasticTraining(Elastic):  # type: ignore[misc]
@@ -37,7 +37,7 @@ def train_on_elastic(hp: Hyperparameters, data: FlyteDirectory, run_version: str
     ranks of all pods, and the other pods return nothing.
     """
     with train_on_elastic.open_launcher(partial(offer_data_to_ranks, hp, data)) as launch:
-        return make_training_outputs(train_in_run_folder(hp, data, run_version, launch))
+        return train_and_make_outputs(hp, data, run_version, launch)
 
 
 def offer_data_to_ranks(hp: Hyperparameters, data: FlyteDirectory) -> None:

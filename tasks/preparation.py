@@ -7,7 +7,6 @@ from flytekit.core.python_function_task import PythonFunctionTask
 from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.pods import paths
 from tasks import pods
 from tasks.flyte import flyte_task, output_folder
 
@@ -53,21 +52,10 @@ def check_inputs(
     code or initial weights, and at each kickoff time of a schedule that always retrains.
     """
     from flyte_ddp.datasets import needs_no_download
-    from flyte_ddp.pods.run_inputs import check_and_identify_run, find_or_fetch_data_set, identify_data
+    from flyte_ddp.pods.run_inputs import find_or_fetch_data_set
+    from flyte_ddp.task_bodies.preparation import check_training_inputs
 
-    if model_name is not None:
-        from flyte_ddp.release.registry import Registry
-
-        Registry(paths.read_registry_address(), model_name)  # raises UserError for an invalid name
-    if run:
-        from flyte_ddp.release.finished_run import FinishedRun
-
-        finished = FinishedRun.read(run)
-        finished.check_hyperparameters(hp)
-        finished.check_weights()
-        hp, run_version, data_version = finished.hp, "", identify_data(finished.hp)
-    else:
-        run_version, data_version = check_and_identify_run(hp, engine, kickoff_time)
+    hp, data_version, run_version = check_training_inputs(hp, kickoff_time, engine, model_name, run)
     data_inputs = (hp.dataset, hp.data_source, hp.test_dataset, data_version)
     if needs_no_download(hp.dataset):
         data = output_folder(find_or_fetch_data_set(*data_inputs, sample=hp.sample))

@@ -13,7 +13,7 @@ from flytekitplugins.ddp.resources import requests_and_limits
 from flytekitplugins.ddp.run import make_engine_launcher
 from tasks import pods
 from tasks.flyte import flyte_task
-from tasks.training import TrainingOutputs, make_training_outputs, train_in_run_folder
+from tasks.training import TrainingOutputs, train_and_make_outputs
 
 PROFILE = read_profile()
 # KubeRay starts the job when all nodes are available, so the lower end of a range is unused.
@@ -28,4 +28,4 @@ def train_on_ray(hp: Hyperparameters, data: FlyteDirectory, run_version: str) ->
     Each rank uses a GPU, or CPUs if the nodes have no GPUs. The inputs are outputs of check_inputs. The outputs are
     those of train_model. A local run uses RAY_ADDRESS, if set.
     """
-    return make_training_outputs(train_in_run_folder(hp, data, run_version, make_engine_launcher("ray", NODES)))
+    return train_and_make_outputs(hp, data, run_version, make_engine_launcher("ray", NODES))

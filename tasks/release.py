@@ -1,29 +1,18 @@
 """Tasks that release a model: comparison with the champion, promotion and rollback. None of them is cached."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import List, NamedTuple
 
-from flyte_ddp.release.promotion_log import Entry
-from flytekit import Deck
 from flytekit.core.type_engine import TypeEngine
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from flyte_ddp.core.machine import resources
-from flyte_ddp.core.settings import read_settings
-from flyte_ddp.pods import paths
-from flyte_ddp.pods.outcomes import print_outcome
-from flyte_ddp.pods.platforms import describe_author, is_in_pod
-from flyte_ddp.pods.run_inputs import find_or_fetch_data_set
-from flyte_ddp.release import promotion
 from flyte_ddp.release.policy import Policy
-from flyte_ddp.release.registry import Registry
 from flyte_ddp.release.verdict import Released, Verdict
+from flyte_ddp.task_bodies import release
 from flyte_ddp.validation.profile import DataProfile
 from tasks import pods
-from tasks.flyte import PythonPickledFile, flyte_task, output_folder
+from tasks.flyte import PLATFORM, PythonPickledFile, flyte_task, output_folder
 from tasks.input_form import KnownTransformer
 
 TypeEngine.register(KnownTransformer(Verdict))
@@ -51,8 +40,11 @@ def judge_model(
 
     Promotes nothing. The registry counts the comparison. The verdict shows ``changes``, which are notes on the data.
     """
-    model = Path(model_state.download()), Path(sidecar.download())
-    return judge_model_files(model, Path(data.download()), open_registry(model_name), policy, profile, changes)
+    model, registry = (Path(model_state.download()), Path(sidecar.download())), release.open_registry(model_name)
+    verdict, folder = release.judge_model(
+        PLATFORM, model, Path(data.download()), registry, policy, profile=profile, changes=changes
+    )
+    return Judged(verdict.promotes, verdict, output_folder(folder))
 
 
 @flyte_task(**pods.prediction_pod_options())
@@ -63,17 +55,16 @@ def evaluate_version(
 
     Promotes nothing. An empty ``version`` means the champion.
     """
-    from flyte_ddp.predict.predict import read_sample_setting  # imports torch, as the judgement does
-
-    registry = open_registry(model_name)
-    with TemporaryDirectory() as temporary:
-        fetched = Path(temporary)
-        if version:
-            model = promotion.download_version(registry, registry.complete_version_name(version), fetched)
-        else:
-            model = promotion.download_champion(registry, fetched)
-        data = find_or_fetch_data_set(dataset, data_source, test_dataset, sample=read_sample_setting(model[1]))
-        return judge_model_files(model, data, registry, policy)
+    verdict, folder = release.evaluate_version(
+        PLATFORM,
+        model_name,
+        version,
+        dataset=dataset,
+        data_source=data_source,
+        test_dataset=test_dataset,
+        policy=policy,
+    )
+    return Judged(verdict.promotes, verdict, output_folder(folder))
 
 
 @flyte_task(**pods.storing_pod_options())
@@ -84,93 +75,17 @@ def carry_out_verdict(
 
     If another model was promoted since the judgement, the champion stays.
     """
-    registry, by = open_registry(model_name), describe_author()
     model = Path(model_state.download()), Path(sidecar.download())
-    beside = {path.name: path for path in sorted(Path(files.download()).iterdir())}
-    version = promotion.store_version(registry, *model, verdict, beside)
-    return announce_release(promotion.apply_verdict(registry, version, verdict, by=by))
+    return release.carry_out_verdict(model, verdict, Path(files.download()), model_name)
 
 
 @flyte_task(**pods.storing_pod_options())
 def promote_version(model_name: str, version: str, reason: str) -> Released:
     """Make a stored version the champion, at the request of a user. The log records the reason."""
-    registry = open_registry(model_name)
-    entry = promotion.promote_version(registry, version, reason, by=describe_author(), idempotent=is_in_pod())
-    return announce_champion(registry, entry)
+    return release.promote_version(model_name, version, reason)
 
 
 @flyte_task(**pods.storing_pod_options())
 def roll_back_champion(model_name: str, reason: str) -> Released:
     """Make the previous champion the champion again. The log records the reason."""
-    registry = open_registry(model_name)
-    entry = promotion.roll_back_champion(registry, reason, by=describe_author(), idempotent=is_in_pod())
-    return announce_champion(registry, entry)
-
-
-def open_registry(model_name: str) -> Registry:
-    return Registry(paths.read_registry_address(), model_name)
-
-
-def judge_model_files(
-    model: tuple[Path, Path],
-    data: Path,
-    registry: Registry,
-    policy: Policy,
-    profile: DataProfile | None = None,
-    changes: Sequence[str] = (),
-) -> Judged:
-    """Compare a model with the champion on a prepared data set, and publish the verdict's page as a deck.
-
-    Makes a new folder, and writes the page into the folder. Only with the ``profile`` of the data, the verdict may
-    promote, and the registry counts the comparison. The folder then also gets exports, profile, reference, and digests
-    that identify the samples.
-
-    Args:
-        model: The paths of model.pt and model.json.
-        data: The folder of the prepared data set.
-        registry: The registry of the model.
-        policy: The checks to pass.
-        profile: The profile of the data.
-        changes: Notes on the data, which the verdict shows.
-    """
-    from flyte_ddp.predict.sample_columns import Reference
-    from flyte_ddp.release.judge import judge_challenger
-    from flyte_ddp.release.page import write_verdict_page
-    from flyte_ddp.release.samples import SAMPLES
-
-    resources.check_expected_gpus(resources.count_gpus())
-    with paths.make_dated_folder("verdicts") as folder:
-        judgement = judge_challenger(
-            *model,
-            data,
-            registry,
-            policy,
-            settings=read_settings(),
-            may_promote=profile is not None,
-            exports=folder if profile is not None else None,
-            changes=changes,
-        )
-        page = write_verdict_page(judgement, registry.name, folder / "verdict.html")
-        if profile is not None:
-            (folder / promotion.PROFILE).write_text(profile.to_json(indent=1), encoding="utf-8")
-            if (evaluation := judgement.full_evaluation) is not None:
-                judgement.identify_samples().write(folder / SAMPLES)
-                if evaluation.monitoring_columns:
-                    Reference(evaluation.monitoring_columns, evaluation.columns).write_file(
-                        folder / promotion.REFERENCE
-                    )
-    Deck("Verdict", page.read_text(encoding="ascii"))
-    paths.print_local_files(f"{judgement.verdict.describe()}; written to", {page: "all checks, to open in a browser"})
-    return Judged(judgement.verdict.promotes, judgement.verdict, output_folder(folder))
-
-
-def announce_champion(registry: Registry, entry: Entry) -> Released:
-    """Return the outcome of a new log entry, with the champion now, and print a summary in a local run."""
-    now = registry.read_champion() or entry  # after a retry of this task another entry may be newer
-    return announce_release(Released(entry.version, now.version, f"champion {entry.number}: {entry.reason}"))
-
-
-def announce_release(released: Released) -> Released:
-    """Return the outcome, and print a summary in a local run."""
-    print_outcome(f"{released.outcome}; champion {released.champion[:12] or 'none'}")
-    return released
+    return release.roll_back_champion(model_name, reason)

@@ -4,10 +4,7 @@ from typing import NamedTuple
 
 from flytekit.types.directory import FlyteDirectory
 
-from flyte_ddp.core.errors import UserError
-from flyte_ddp.core.settings import read_settings
-from flyte_ddp.core.text.formatting import format_count
-from flyte_ddp.pods import paths
+from flyte_ddp.task_bodies import shards
 from tasks import pods
 from tasks.flyte import flyte_task, output_folder
 
@@ -28,21 +25,7 @@ def pack_shards(
     The source is a folder of class/name.jpg, or the name of a data set. The split (train or test) applies to a named
     data set only. The seed shuffles the images. The index is NAME.json in the same folder.
     """
-    from flyte_ddp.datasets.packing import pack_source
-
-    with paths.make_dated_folder("shards") as folder:
-        pack_source(
-            source,
-            folder,
-            split=split,
-            name=name,
-            samples_per_shard=samples_per_shard,
-            seed=seed,
-            progress=read_settings().progress,
-        )
-    index = folder / f"{name}.json"
-    paths.print_local_files("packed into", {index: f"the index, a data set: shards:{index}"})
-    return output_folder(folder)
+    return output_folder(shards.pack_shards(source, split, name, samples_per_shard, seed))
 
 
 @flyte_task(**pods.data_pod_options())
@@ -51,10 +34,4 @@ def verify_packed(packed: FlyteDirectory, name: str = "train") -> PackedShards:
 
     Reads all shards and decodes each image. Fails with the first 20 differences from the index NAME.json.
     """
-    from flyte_ddp.shards.scanning import verify_index
-
-    index = f"{str(packed.remote_source or packed.path).rstrip('/')}/{name}.json"
-    problems = verify_index(index, decode=True, progress=read_settings().progress)
-    if problems:
-        raise UserError("\n".join([f"index {index}: {format_count(len(problems), 'problem')}", *problems[:20]]))
-    return PackedShards(shards=packed, dataset=f"shards:{index}")
+    return PackedShards(packed, shards.verify_shards(str(packed.remote_source or packed.path), name))

@@ -36,8 +36,8 @@ from flyte_ddp.models.preprocessing import pack_preprocessing
 from flyte_ddp.predict.new_rows import load_preprocessing
 from flyte_ddp.predict.sample_columns import Reference
 from flyte_ddp.report.report import render_report
+from flyte_ddp.schedules.entries import read_schedules
 from flyte_ddp.sweep.space import Sweep
-from workflows.schedules import read_schedules
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 SECONDS, BYTES = 10.0, 4 * 2**30  # of a case

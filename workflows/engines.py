@@ -7,9 +7,10 @@ from flytekit import workflow
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import print_to_stderr
+from flyte_ddp.schedules.entries import read_schedules
 from tasks.preparation import check_inputs
 from tasks.training import TrainingOutputs
-from workflows.schedules import describe_why_skipped, make_launch_plans, read_schedules
+from workflows.schedules import describe_why_skipped, make_launch_plans
 
 DESCRIPTION = """Train a model on {}. A run that was trained before is answered from the cache.
 

@@ -11,7 +11,7 @@ from flytekit.exceptions.system import FlyteNonRecoverableSystemException
 from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
 
 from flyte_ddp.core.errors import UserError
-from flyte_ddp.pods.platforms import EXECUTION_ID
+from flyte_ddp.pods.platforms import EXECUTION_ID, is_in_pod
 
 
 def remove_execution_id_outside_tasks() -> None:
@@ -35,14 +35,16 @@ class Flyte:
         return str(FlyteContextManager.current_context().file_access.raw_output_prefix)
 
     def publish_page(self, title: str, html: str) -> None:
-        """Publish a page as the task's deck of this title. If the task has no decks, do nothing."""
+        """Add a page to the task's decks, and in a pod publish the decks. If the task has no decks, do nothing."""
         context = FlyteContextManager.current_context()
         if not context.user_space_params.enable_deck:
+            return
+        replace_deck(title, html)
+        if not is_in_pod():
             return
         # flytekit publishes no deck of a dynamic task, so every task is presented as an ordinary one.
         state = context.execution_state.with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
         with FlyteContextManager.with_context(context.with_execution_state(state)):
-            replace_deck(title, html)
             Deck.publish()
 
     def retryable_error(self, message: str) -> Exception:

@@ -14,8 +14,9 @@ from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.policy_check import check_policy
 from flyte_ddp.release.promotion import promote_version
 from flyte_ddp.release.registry import Registry
+from flyte_ddp.task_bodies.validation import HELD_OUT
 from flyte_ddp.validation.profile import DataProfile, SplitProfile
-from tasks.validation import HELD_OUT, validate_dataset
+from tasks.validation import validate_dataset
 
 EVEN = SplitProfile(1000, {"0": 500, "1": 500}, statistics={"colour modes": {"RGB": 1000}})
 PROFILE = DataProfile(["cat", "dog"], EVEN, EVEN, 0, 0, [], {}, [], [])

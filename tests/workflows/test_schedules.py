@@ -12,7 +12,8 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.release.policy import Policy
-from workflows.schedules import Schedule, describe_why_skipped, read_schedules
+from flyte_ddp.schedules.entries import Schedule, read_schedules
+from workflows.schedules import describe_plan, describe_why_skipped
 
 
 def read(folder: Path, text: str) -> list[Schedule]:
@@ -135,7 +136,7 @@ def test_keys_may_be_merged_and_given_anew(tmp_path: Path) -> None:
 def test_a_description_has_the_content_of_files(tmp_path: Path) -> None:
     text = "- {name: a, workflow: sweep_wf, hyperparameters: config/smoke.json, sweep: {space: {epochs: [1e0, 2]}}}"
     [entry] = read(tmp_path, text)
-    shown = json.loads(entry.describe())
+    shown = json.loads(describe_plan(entry))
     assert shown["hyperparameters"] == {"epochs": 1, "max_steps": 8, "num_ranks": 2, "backend": "gloo"}
     assert json.loads(shown["sweep"]["space"]) == {"epochs": ["1e0", 2]}
     assert {**shown, "hyperparameters": "", "sweep": ""} == {
@@ -149,7 +150,7 @@ def test_a_description_has_the_content_of_files(tmp_path: Path) -> None:
 def test_plans_that_cannot_be_made_are_named_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLYTE_DDP_REGISTRY", raising=False)
     [release] = read(tmp_path, "- {name: a, workflow: release_wf, model_name: x}")
-    assert release.describe() == "is skipped: FLYTE_DDP_REGISTRY is not set"
+    assert describe_plan(release) == "is skipped: FLYTE_DDP_REGISTRY is not set"
     assert describe_why_skipped("training_wf") == describe_why_skipped("ray_training_wf") == ""
     assert describe_why_skipped("monitor_wf") == describe_why_skipped("release_wf") == "FLYTE_DDP_REGISTRY is not set"
     monkeypatch.setenv("FLYTE_DDP_REGISTRY", "s3://bucket/models")

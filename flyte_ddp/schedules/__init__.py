@@ -1,0 +1,1 @@
+"""The file of schedules (config/schedules.yaml), and users' YAML in general."""
