@@ -133,11 +133,7 @@ def show_errors_in_panels(context: click.Context) -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, RankError, StoppedError) as error:
-        reason = error.args[0] if isinstance(error, KeyboardInterrupt) and error.args else error
-        text = "stopped by Ctrl-C; the same command will resume from its last checkpoint, if any"
-        if isinstance(reason, (RankError, StoppedError)):
-            text = reason.format_message("command")  # by which the user knows the run
-        raise click.ClickException(text) from None
+        raise click.ClickException(outcomes.describe_ended_run(error)) from None
     except FlyteEntityNotFoundException as error:
         names = context.command.list_commands(context)  # type: ignore[attr-defined]
         raise UserError(f"{error}; choose one of {', '.join(names)}") from None

@@ -18,6 +18,7 @@ from flyte_ddp.core.settings import (
 from flyte_ddp.core.user_code.digest import library_digest
 from flyte_ddp.pods import environment
 from flyte_ddp.pods.profiles import Size, divide_size, read_profile
+from flyte_ddp.pods.restricted_pod import make_restricted_pod_spec
 from flytekitplugins.ddp.resources import TaskOptions, flytekit_resources
 
 if TYPE_CHECKING:
@@ -149,15 +150,4 @@ class RestrictedPod(PodTemplate):  # type: ignore[misc]
     @cached_property
     def pod_spec(self) -> "V1PodSpec":
         """The pod's specification, created on first use because importing Kubernetes' client takes a second."""
-        from kubernetes import client
-
-        capabilities, seccomp = client.V1Capabilities(drop=["ALL"]), client.V1SeccompProfile(type="RuntimeDefault")
-        container = client.V1SecurityContext(allow_privilege_escalation=False, capabilities=capabilities)
-        pod = client.V1PodSecurityContext(run_as_non_root=True, seccomp_profile=seccomp)
-        primary = client.V1Container(
-            name=self.primary_container_name,
-            security_context=container,
-            termination_message_policy="FallbackToLogsOnError",  # the last log lines of a lost pod become its error
-        )
-        # No code calls Kubernetes' API, so pods get no token for it.
-        return client.V1PodSpec(containers=[primary], security_context=pod, automount_service_account_token=False)
+        return make_restricted_pod_spec(self.primary_container_name)

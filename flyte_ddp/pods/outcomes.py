@@ -6,6 +6,7 @@ The last outcome is printed after the workflow's outputs, which flytekit prints.
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from flyte_ddp.core.errors import RankError, StoppedError
 from flyte_ddp.core.text.formatting import escape_controls
 from flyte_ddp.pods.platforms import is_in_pod
 
@@ -45,3 +46,11 @@ def hold_last_outcome() -> Iterator[None]:
     finally:
         print_held_outcome()
         _held = None
+
+
+def describe_ended_run(error: KeyboardInterrupt | RankError | StoppedError) -> str:
+    """Return a text for the user of a command that ended by an error or a signal: why, and from where it will resume."""
+    reason = error.args[0] if isinstance(error, KeyboardInterrupt) and error.args else error
+    if isinstance(reason, (RankError, StoppedError)):
+        return reason.format_message("command")  # the user knows the run by its command
+    return "stopped by Ctrl-C; the same command will resume from its last checkpoint, if any"

@@ -83,12 +83,16 @@ class StopRequest:
         self._writer.send_bytes(bytes([STOP_LISTENING]))
 
 
+StopHandler = Callable[[int, FrameType | None], None]
+_handlers_of_threads: list[StopHandler] = []  # of blocks of catch_stop_signals outside the main thread
+
+
 @contextmanager
 def catch_stop_signals() -> Iterator[StopRequest]:
     """Yield a StopRequest that the first SIGTERM, SIGHUP or Ctrl-C makes.
 
     A later Ctrl-C raises KeyboardInterrupt, and other later signals have no effect. A SIGHUP that ``nohup`` ignores
-    stays ignored. Outside the main thread, signals make no request.
+    stays ignored. Outside the main thread, signals make no request, unless :func:`forward_stop_signals` was called.
     """
     stop = StopRequest()
 
@@ -98,8 +102,42 @@ def catch_stop_signals() -> Iterator[StopRequest]:
         stop.by_launcher = True
         stop.make_request(signal.Signals(number))
 
-    with use_signal_handlers(dict.fromkeys(list_stop_signals(), handle)):
+    if threading.current_thread() is threading.main_thread():
+        with use_signal_handlers(dict.fromkeys(list_stop_signals(), handle)):
+            yield stop
+        return
+    _handlers_of_threads.append(handle)
+    try:
         yield stop
+    finally:
+        _handlers_of_threads.remove(handle)
+
+
+def forward_stop_signals() -> None:
+    """Let stop signals reach runs in other threads than the main thread, for the rest of the process.
+
+    While no run is in another thread, a signal has its former effect. Outside the main thread, does nothing.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in list_stop_signals():
+            signal.signal(number, make_forwarding_handler(signal.getsignal(number)))
+
+
+def make_forwarding_handler(former: StopHandler | int | None) -> StopHandler:
+    """Return a handler that calls the handlers of runs in other threads, or without such a run has a former effect."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        for handler in [*_handlers_of_threads]:
+            handler(number, frame)
+        if _handlers_of_threads or former == signal.SIG_IGN:
+            return
+        if callable(former):
+            former(number, frame)
+        else:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    return handle
 
 
 def stop_error(number: signal.Signals, step: int | None) -> BaseException:

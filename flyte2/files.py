@@ -1,0 +1,26 @@
+"""Files and folders as inputs and outputs of tasks."""
+
+from pathlib import Path
+
+from flyte.io import Dir, File
+
+
+def output_file(path: Path) -> File:
+    """Return a file as a task's output. A local run leaves the file in place, and a pod uploads the file."""
+    return File.from_local_sync(path)
+
+
+def output_folder(path: Path) -> Dir:
+    """Return a folder as a task's output. A local run leaves the folder in place, and a pod uploads the folder."""
+    return Dir.from_local_sync(path)
+
+
+def download(value: File | Dir) -> Path:
+    """Return the local path of a file or a folder, after a download if the address is remote."""
+    return Path(value.download_sync())
+
+
+def download_from_folder(folder: Dir, name: str) -> Path | None:
+    """Download the file ``name`` directly in a folder, and return the local path. Returns None without such a file."""
+    file = folder.get_file_sync(name)
+    return download(file) if file is not None else None

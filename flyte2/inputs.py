@@ -1,0 +1,62 @@
+"""Inputs of tasks with many fields, such as the hyperparameters, in the form that Flyte 2 reads without losses.
+
+`flyte run` drops unknown fields of a dataclass without an error. It keeps all fields of these pydantic models, whose
+values are checked by the dataclass.
+"""
+
+import dataclasses
+from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar
+
+import click
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation, create_model
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.checks.fields import CheckedFields
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.monitor.source import WindowSource
+from flyte_ddp.release.policy import Policy
+from flyte_ddp.sweep.space import Sweep
+
+Form = TypeVar("Form", bound=CheckedFields)
+
+
+class FormInput(BaseModel, Generic[Form]):
+    """The unchecked values of a dataclass of checked fields. The console shows the fields with help and defaults."""
+
+    model_config = ConfigDict(extra="allow")
+    kind: ClassVar[type[CheckedFields]]
+
+    @classmethod
+    def model_validate_json(cls, text: Any, **_: Any) -> Self:
+        """Return the model of a text, for an option of `flyte run`. Ends the command if a value is not allowed."""
+        try:
+            values = cls.kind.from_json(text)
+        except UserError as error:
+            error.show()
+            raise click.exceptions.Exit(error.exit_code) from None
+        return cls(**dataclasses.asdict(values))
+
+    def check(self) -> Form:
+        """Return the values as the dataclass.
+
+        Raises:
+            UserError: A field is unknown, or a value is not allowed.
+        """
+        checked: Any = self.kind.from_dict(self.model_dump())
+        return checked
+
+
+def make_input_model(kind: type[CheckedFields]) -> Any:
+    fields: dict[str, Any] = {  # whose values the dataclass checks
+        field.name: (Annotated[field.type, SkipValidation], Field(field.default, description=field.metadata["doc"]))
+        for field in dataclasses.fields(kind)  # type: ignore[arg-type]
+    }
+    model = create_model(kind.__name__, __base__=FormInput, __module__=__name__, **fields)
+    model.kind = kind
+    return model
+
+
+HyperparametersInput = make_input_model(Hyperparameters)
+PolicyInput = make_input_model(Policy)
+SweepInput = make_input_model(Sweep)
+WindowInput = make_input_model(WindowSource)

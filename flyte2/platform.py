@@ -1,0 +1,112 @@
+"""Flyte 2 as the platform that runs tasks, and the decorator of this project's tasks.
+
+The body of a task runs in the main thread of its pod. Flyte 2 runs a plain function in another thread, where Python
+handles no signals, so the body would not notice SIGTERM. Therefore each task is an ``async`` function.
+"""
+
+import inspect
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import click
+import flyte
+import flyte.errors
+import flyte.report
+
+from flyte_ddp.core.errors import RankError, StoppedError
+from flyte_ddp.core.launch.supervise.stopping import forward_stop_signals
+from flyte_ddp.pods.environment import FROM_SCRATCH_VARIABLE
+from flyte_ddp.pods.outcomes import describe_ended_run, print_held_outcome
+from flyte_ddp.pods.platforms import is_in_pod
+from flyte_ddp.pods.retries import raise_retryable_errors
+
+
+class Flyte2:
+    """Facts about the current task of Flyte 2, and access to its report and retryable errors."""
+
+    def is_retraining_requested(self) -> bool:
+        return bool(os.environ.get(FROM_SCRATCH_VARIABLE) or flyte.ctx().disable_run_cache)
+
+    def output_address(self) -> str:
+        return flyte.ctx().raw_data_path.path
+
+    def publish_page(self, title: str, html: str) -> None:
+        """Set a tab of the task's report, and in a pod upload the report. If the task has no report, do nothing."""
+        flyte.report.get_tab(title).replace(html)
+        if is_in_pod():
+            flyte.report.flush()
+
+    def retryable_error(self, message: str) -> Exception:
+        return RetryableError("RecoverableError", message)
+
+
+class RetryableError(flyte.errors.RuntimeUserError):
+    """An error after which Flyte 2 makes another attempt of the task."""
+
+
+class FinalError(flyte.errors.NonRecoverableError):
+    """An error after which Flyte 2 does not retry. ``is_mistake`` is whether the text alone tells the user enough."""
+
+    def __init__(self, message: str, code: str, *, is_mistake: bool) -> None:
+        super().__init__(message, code)
+        self.is_mistake = is_mistake
+
+
+PLATFORM = Flyte2()
+
+
+def task(environment: flyte.TaskEnvironment, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator that makes a function a task of ``environment``, with options of Flyte 2's ``task``.
+
+    An ``async`` function may await other tasks. The task translates errors for Flyte's retries.
+    """
+
+    def make_task(function: Callable[..., Any]) -> Any:
+        @wraps(function)
+        async def run(*args: Any, **kwargs: Any) -> Any:
+            print_held_outcome()
+            with end_after_final_errors(), raise_retryable_errors(PLATFORM):
+                value = function(*args, **kwargs)
+                return await value if inspect.isawaitable(value) else value
+
+        return environment.task(**options)(run)
+
+    return make_task
+
+
+@contextmanager
+def end_after_final_errors() -> Iterator[None]:
+    """Raise FinalError for an error of the block after which a retry cannot succeed.
+
+    Flyte 2 would retry after any other error. The error of an awaited task is final, because all its attempts have
+    failed. Errors of Flyte 2's own system pass unchanged.
+    """
+    try:
+        yield
+    except (RetryableError, flyte.errors.RuntimeSystemError):
+        raise
+    except flyte.errors.BaseRuntimeError as error:
+        raise FinalError(str(error), error.code, is_mistake=True) from error
+    except (KeyboardInterrupt, RankError, StoppedError) as error:
+        text = str(error) if is_in_pod() else describe_ended_run(error)
+        raise FinalError(text, type(error).__name__, is_mistake=True) from error
+    except click.ClickException as error:
+        raise FinalError(error.format_message(), type(error).__name__, is_mistake=True) from error
+    except Exception as error:
+        kind = type(error).__name__
+        raise FinalError(f"{kind}: {error}", kind, is_mistake=False) from error
+
+
+def is_worth_logging(record: logging.LogRecord) -> bool:
+    """Return whether a log record of Flyte 2 tells more than the text of a mistake, which is shown anyway."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not (isinstance(error, FinalError) and error.is_mistake) and "skipping remaining retries" not in record.msg
+
+
+logging.getLogger("flyte").addFilter(is_worth_logging)  # else Flyte 2 prints a traceback for each mistake
+if not is_in_pod():
+    forward_stop_signals()  # the body of a local run is not in the main thread
