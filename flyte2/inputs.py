@@ -27,10 +27,10 @@ class FormInput(BaseModel, Generic[Form]):
     kind: ClassVar[type[CheckedFields]]
 
     @classmethod
-    def model_validate_json(cls, text: Any, **_: Any) -> Self:
-        """Return the model of a text, for an option of `flyte run`. Ends the command if a value is not allowed."""
+    def model_validate_json(cls, json_data: Any, **_: Any) -> Self:
+        """Return the model of a JSON text, for an option of `flyte run`. Ends the command if a value is not allowed."""
         try:
-            values = cls.kind.from_json(text)
+            values: Any = cls.kind.from_json(json_data)
         except UserError as error:
             error.show()
             raise click.exceptions.Exit(error.exit_code) from None
@@ -60,3 +60,9 @@ HyperparametersInput = make_input_model(Hyperparameters)
 PolicyInput = make_input_model(Policy)
 SweepInput = make_input_model(Sweep)
 WindowInput = make_input_model(WindowSource)
+
+
+def to_input(value: Any) -> Any:
+    """Return a dataclass of checked fields as its input model, and any other value unchanged."""
+    models = {model.kind: model for model in (HyperparametersInput, PolicyInput, SweepInput, WindowInput)}
+    return models[type(value)](**dataclasses.asdict(value)) if type(value) in models else value

@@ -66,7 +66,7 @@ def make_environment(name: str, size: Size, variables: dict[str, str], **options
 def make_resources(size: Size, requests: Size | None = None, shared_memory: str | None = None) -> Resources:
     """Return a size as Flyte 2's resources. None requests the limits, which avoids eviction for memory."""
     least, gpu_type = requests or size, read_profile().gpu_type
-    gpus = Device(size.gpus, gpu_type, device_class="GPU") if size.gpus and gpu_type else size.gpus or None
+    gpus = Device(size.gpus, "GPU", gpu_type) if size.gpus and gpu_type else size.gpus or None
     return Resources(
         cpu=(least.cpu, size.cpu),
         memory=(least.memory, size.memory),

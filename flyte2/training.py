@@ -12,8 +12,9 @@ from flyte.io import Dir, File
 from flyte2 import pods
 from flyte2.files import download, output_file, output_folder
 from flyte2.inputs import HyperparametersInput
-from flyte2.platform import PLATFORM, task
+from flyte2.schedules import make_triggers, refuse_overlap
 from flyte_ddp.config import Hyperparameters
+from flyteplugins.ddp.platform import PLATFORM, task
 
 
 @dataclass
@@ -101,7 +102,7 @@ async def check_inputs(
     return CheckedInputs(hp, data, data_version, run_version)
 
 
-@task(pods.CHECKS, retries=pods.RETRIES)
+@task(pods.CHECKS, retries=pods.RETRIES, triggers=make_triggers("training_wf"))
 async def training(hp: HyperparametersInput = HyperparametersInput()) -> TrainingOutputs:
     """Train a model. A run with the same hyperparameters, data and code is answered from the cache.
 
@@ -113,16 +114,18 @@ async def training(hp: HyperparametersInput = HyperparametersInput()) -> Trainin
     Args:
         hp: Model, data and training settings. Omitted fields have their defaults.
     """
+    await refuse_overlap()
     checked = await check_inputs(hp.check())
     return await train_model(checked.hp, checked.data, checked.run_version)
 
 
-@task(pods.CHECKS, retries=pods.RETRIES)
+@task(pods.CHECKS, retries=pods.RETRIES, triggers=make_triggers("retraining_wf"))
 async def retraining(hp: HyperparametersInput = HyperparametersInput()) -> TrainingOutputs:
     """Train a model again for each start of a run, even if nothing else has changed.
 
     Args:
         hp: Model, data and training settings. Omitted fields have their defaults.
     """
+    await refuse_overlap()
     checked = await check_inputs(hp.check(), kickoff_time=flyte.ctx().run_start_time)
     return await train_model(checked.hp, checked.data, checked.run_version)

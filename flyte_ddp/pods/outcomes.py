@@ -49,7 +49,7 @@ def hold_last_outcome() -> Iterator[None]:
 
 
 def describe_ended_run(error: KeyboardInterrupt | RankError | StoppedError) -> str:
-    """Return a text for the user of a command that ended by an error or a signal: why, and from where it will resume."""
+    """Return why a command ended by an error or a signal, and from where the same command will resume."""
     reason = error.args[0] if isinstance(error, KeyboardInterrupt) and error.args else error
     if isinstance(reason, (RankError, StoppedError)):
         return reason.format_message("command")  # the user knows the run by its command

@@ -21,6 +21,8 @@ NO_SCHEDULE = datetime(1970, 1, 1, tzinfo=UTC)  # kickoff time of an execution t
 class Platform(Protocol):
     """Facts about the current task, and methods to publish a page and to make a retryable error."""
 
+    retraining_request: str  # what a user of a local run adds to a command to train again
+
     def is_retraining_requested(self) -> bool:
         """Return whether the user of a local run wants to train again although the run has a result."""
 

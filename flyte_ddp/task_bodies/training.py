@@ -38,7 +38,7 @@ def train_in_run_folder(
     # A platform's cache misses a run whose launching process was killed at the very end, or that another launcher
     # trained.
     if is_finished(folder) and not is_in_pod() and not platform.is_retraining_requested():
-        print(f"{shorten_path(folder)} is already finished; --overwrite-cache trains again", flush=True)
+        print(f"{shorten_path(folder)} is already finished; {platform.retraining_request} trains again", flush=True)
         result = read_run_result(folder)
     else:
         with (

@@ -27,6 +27,8 @@ def remove_execution_id_outside_tasks() -> None:
 class Flyte:
     """Facts about the current Flyte task, and access to Flyte's decks and retryable errors."""
 
+    retraining_request = "--overwrite-cache"
+
     def is_retraining_requested(self) -> bool:
         cache = LocalConfig.auto()
         return bool(cache.cache_overwrite or not cache.cache_enabled)

@@ -14,6 +14,7 @@ from flyte_ddp.core.machine.resources import Request
 from flyte_ddp.core.settings import ALL_PODS, REQUESTED_GPUS, TRAINING_PODS
 from flyte_ddp.pods import environment
 from flyte_ddp.pods.platforms import is_in_pod
+from flyte_ddp.task_bodies.user_function import name_run
 from flytekitplugins.ddp import DDP
 from flytekitplugins.ddp.flyte import (
     remove_execution_id_outside_tasks,
@@ -24,7 +25,7 @@ from flytekitplugins.ddp.flyte import (
 from flytekitplugins.ddp.inputs import identify_inputs
 from flytekitplugins.ddp.ranks import Returned, make_call
 from flytekitplugins.ddp.resources import TaskOptions, count_requested_gpus, take_resources
-from flytekitplugins.ddp.run import make_engine_launcher, name_run, run_in_folder, when_written
+from flytekitplugins.ddp.run import make_engine_launcher, run_in_folder, when_written
 
 if TYPE_CHECKING:
     from flytekit import FlyteContext

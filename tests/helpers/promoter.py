@@ -8,12 +8,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from flyte_ddp.release.model_files import content_digest
-from flyte_ddp.release.promotion_log import Entry, LostError
-
 from flyte_ddp import storage
 from flyte_ddp.core.files import SIDECAR, WEIGHTS
+from flyte_ddp.release.model_files import content_digest
 from flyte_ddp.release.promotion import apply_verdict, store_version
+from flyte_ddp.release.promotion_log import Entry, LostError
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.release.verdict import Verdict
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import promoter
 import pytest
-from flyte_ddp.release.promotion_log import Entry
 
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.monitor.records import Records, read_windows, record_window
 from flyte_ddp.monitor.window import ColumnChange, Window, is_alarm
+from flyte_ddp.release.promotion_log import Entry
 from flyte_ddp.release.registry import Registry
 
 

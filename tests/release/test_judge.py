@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flyte_ddp.release.promotion_log import Entry
 from gate import Gate
 from predictions import predict_rows
 from training_runs import QUIET, train_in
@@ -28,6 +27,7 @@ from flyte_ddp.release.evaluation import Evaluation, evaluate_split
 from flyte_ddp.release.page import write_verdict_page
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.promotion import load_champion, promote_version, roll_back_champion, store_version
+from flyte_ddp.release.promotion_log import Entry
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.run import Result
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import promoter
 import pytest
-from flyte_ddp.release.promotion_log import Entry, replay_promotions
 from sidecars import make_sidecar
 
 from flyte_ddp import storage
@@ -22,6 +21,7 @@ from flyte_ddp.release.promotion import (
     roll_back_champion,
     store_version,
 )
+from flyte_ddp.release.promotion_log import Entry, replay_promotions
 from flyte_ddp.release.registry import Registry, Version
 from flyte_ddp.release.verdict import Verdict
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import promoter
 import pytest
 from faulty_proxy import Proxy, faulty_proxy
-from flyte_ddp.release.promotion_log import replay_promotions
 from s3_server import S3Server
 
 from flyte_ddp.core.errors import UserError
+from flyte_ddp.release.promotion_log import replay_promotions
 from flyte_ddp.release.registry import Registry
 
 

@@ -1,4 +1,4 @@
-"""Flyte 2 as the platform that runs tasks, and the decorator of this project's tasks.
+"""Flyte 2 as the platform that runs tasks, and a decorator of tasks.
 
 The body of a task runs in the main thread of its pod. Flyte 2 runs a plain function in another thread, where Python
 handles no signals, so the body would not notice SIGTERM. Therefore each task is an ``async`` function.
@@ -27,6 +27,8 @@ from flyte_ddp.pods.retries import raise_retryable_errors
 
 class Flyte2:
     """Facts about the current task of Flyte 2, and access to its report and retryable errors."""
+
+    retraining_request = f"{FROM_SCRATCH_VARIABLE}=yes before the command"
 
     def is_retraining_requested(self) -> bool:
         return bool(os.environ.get(FROM_SCRATCH_VARIABLE) or flyte.ctx().disable_run_cache)
@@ -69,13 +71,23 @@ def task(environment: flyte.TaskEnvironment, **options: Any) -> Callable[[Callab
         @wraps(function)
         async def run(*args: Any, **kwargs: Any) -> Any:
             print_held_outcome()
-            with end_after_final_errors(), raise_retryable_errors(PLATFORM):
+            with translate_errors():
                 value = function(*args, **kwargs)
                 return await value if inspect.isawaitable(value) else value
 
         return environment.task(**options)(run)
 
     return make_task
+
+
+@contextmanager
+def translate_errors() -> Iterator[None]:
+    """Raise errors of the block so that Flyte 2 retries exactly those after which a retry may succeed.
+
+    Handles SIGTERM during the block, in the main thread.
+    """
+    with end_after_final_errors(), raise_retryable_errors(PLATFORM):
+        yield
 
 
 @contextmanager

@@ -1,0 +1,51 @@
+"""Triggers of the tasks, one for each entry of config/schedules.yaml. To change the triggers, edit this file."""
+
+import os
+from typing import Any
+
+import flyte
+import flyte.remote
+from flyte import Cron, Trigger
+
+from flyte2.inputs import to_input
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.pods.environment import REGISTRY_VARIABLE
+from flyte_ddp.pods.platforms import is_in_pod
+from flyte_ddp.schedules.entries import MONITORING, RELEASING, read_schedules
+
+SCHEDULE = "flyte-ddp-schedule"  # label and context of a run, whose value is the name of the entry
+ACTIVE = ("queued", "waiting_for_resources", "initializing", "running")
+
+
+def make_triggers(workflow: str) -> tuple[Trigger, ...]:
+    """Return the triggers of the task that stands for a workflow of the file. An entry without a cron has no times.
+
+    Without FLYTE_DDP_REGISTRY, releases and watches have no triggers.
+
+    Raises:
+        UserError: An entry is invalid.
+    """
+    if workflow in (RELEASING, MONITORING) and not os.environ.get(REGISTRY_VARIABLE):
+        return ()
+    return tuple(
+        Trigger(
+            schedule.name,
+            automation=Cron(schedule.cron) if schedule.cron else None,
+            inputs={name: to_input(value) for name, value in schedule.read_inputs().items()},
+            labels={SCHEDULE: schedule.name},
+            custom_context={SCHEDULE: schedule.name},
+        )
+        for schedule in read_schedules()
+        if schedule.workflow == workflow
+    )
+
+
+async def refuse_overlap() -> None:
+    """Raise UserError if an earlier run of the same entry of the file is not over. Only in a scheduled run."""
+    me: Any = flyte.ctx()
+    name = (me.custom_context or {}).get(SCHEDULE) if is_in_pod() else None
+    if name is None:
+        return
+    async for run in flyte.remote.Run.listall.aio(in_phase=ACTIVE, with_labels={SCHEDULE: name}):
+        if run.name != me.action.run_name and run.action.start_time <= me.run_start_time:
+            raise UserError(f"{name}: run {run.name} of the same schedule is not over; this run is skipped")

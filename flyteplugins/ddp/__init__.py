@@ -1,0 +1,34 @@
+"""The configuration ``TaskEnvironment(plugin_config=DDP(num_ranks=2))`` of tasks whose body runs on several ranks.
+
+For Flyte 2. The outputs of the tasks are the return values of rank 0.
+"""
+
+from dataclasses import dataclass
+
+from flyte.extend import TaskPluginRegistry
+
+from flyte_ddp.core.errors import UserError
+from flyteplugins.ddp.task import DDPTask
+
+__all__ = ["DDP"]
+
+
+@dataclass(frozen=True)
+class DDP:
+    """Number of ranks that run a task's body in the task's pod. Restarts after a failure follow Flyte's ``retries=``.
+
+    Args:
+        num_ranks: Number of ranks. 0 starts a rank for each visible GPU, else for each CPU, up to 4.
+
+    Raises:
+        UserError: The number is invalid.
+    """
+
+    num_ranks: int = 0
+
+    def __post_init__(self) -> None:
+        if type(self.num_ranks) is not int or self.num_ranks < 0:
+            raise UserError(f"num_ranks={self.num_ranks!r}: must be a number of ranks, or 0 for a rank on each GPU")
+
+
+TaskPluginRegistry.register(DDP, DDPTask)
