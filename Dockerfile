@@ -4,6 +4,8 @@
 # A slim Python is enough for GPUs: torch's own wheels bring CUDA, cuDNN and NCCL in the versions it was built with, and
 # the node's container runtime adds the driver's libraries. A CUDA base image would hold most of that a second time.
 FROM python:3.12.12-slim-bookworm AS dependencies
+# For Flyte 2: --build-arg LOCK=requirements-flyte2.lock
+ARG LOCK=requirements.lock
 
 # torch.compile builds its kernels when it runs, and needs a compiler for that on GPUs too. Debian removes superseded
 # versions from its mirrors, so a pinned one would break the build. KubeRay asks by wget whether its pods are well; without
@@ -17,7 +19,7 @@ RUN apt-get update && apt-get install --yes --no-install-recommends g++ wget && 
 # has changed (buildah's issue 5400): give them --no-cache.
 # hadolint ignore=DL3042
 RUN --mount=type=cache,target=/var/cache/pip \
-    --mount=type=bind,source=requirements.lock,target=/tmp/requirements.lock \
+    --mount=type=bind,source=${LOCK},target=/tmp/requirements.lock \
     pip install --cache-dir /var/cache/pip --no-deps --require-hashes --root-user-action ignore \
         --requirement /tmp/requirements.lock
 

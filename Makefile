@@ -74,8 +74,10 @@ cluster-test: install ## Check a Flyte cluster from outside: make cluster-test C
 
 COMPILE = $(BIN)/uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --generate-hashes \
 	--no-emit-index-url --no-header $(UPGRADE)
-lock: install ## Update both locks and keep pins that still fit; for the newest versions: make lock UPGRADE=--upgrade
+lock: install ## Update the locks and keep pins that still fit; for the newest versions: make lock UPGRADE=--upgrade
 	$(COMPILE) $(addprefix --extra ,images streams elastic ray dask export sweep) --output-file requirements.lock
+	$(COMPILE) $(addprefix --extra ,images streams export flyte2) --constraint requirements.lock \
+		--output-file requirements-flyte2.lock
 	$(COMPILE) --extra dev --constraint requirements.lock --output-file requirements-dev.lock
 
 package: install ## Serialize tasks, workflows and launch plans into build/flyte-package.tgz

@@ -6,13 +6,12 @@ Run it with ``flyte run --local flyte2/monitor.py monitor --model_name digits --
 from dataclasses import dataclass
 from pathlib import Path
 
-import flyte
 from flyte.io import Dir, File
 
 from flyte2 import pods
 from flyte2.files import download, output_folder
 from flyte2.inputs import WindowInput
-from flyte2.schedules import make_triggers, refuse_overlap
+from flyte2.schedules import make_triggers, read_start_time, refuse_overlap
 from flyte_ddp.monitor.window import Window
 from flyte_ddp.schedules.entries import MONITORING
 from flyte_ddp.task_bodies import monitor as bodies
@@ -51,8 +50,7 @@ async def monitor(model_name: str, window: WindowInput = WindowInput()) -> Monit
         window: Where the new samples are, and perhaps their truth. Give images, a dataset or a table.
     """
     await refuse_overlap()
-    source, time = window.check(), flyte.ctx().run_start_time
-    assert time is not None
+    source, time = window.check(), await read_start_time()
     found, folder = bodies.watch_champion(PLATFORM, model_name, source, time, download_address)
     bodies.raise_alarm(found, source)
     return Monitored(found, output_folder(folder))

@@ -4,6 +4,7 @@ Each environment stands for a kind of pod. The profile (FLYTE_DDP_PROFILE) sets 
 """
 
 import os
+import sys
 from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from flyte_ddp.core.settings import (
 )
 from flyte_ddp.core.user_code.digest import library_digest
 from flyte_ddp.pods import environment
+from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.profiles import Profile, Size, divide_size, read_profile
 from flyte_ddp.pods.restricted_pod import make_restricted_pod_spec
 
@@ -111,14 +113,15 @@ def name_pod_template(profile: Profile) -> dict[str, str]:
     return {"pod_template": profile.pod_template} if profile.pod_template else {}
 
 
+if not is_in_pod() and "--local" not in sys.argv and not {"run", "deploy"}.isdisjoint(sys.argv):
+    environment.check_settings_for_pods()
 PROFILE = read_profile()
 CHECKS = make_light_environment("checks")
 STORAGE = make_light_environment("storage", disk=PROFILE.data.ephemeral_storage)
 DATA = make_environment("data", PROFILE.data, {})
 TRAINING = make_training_environment(PROFILE)
 PREDICTION = make_prediction_environment(PROFILE)
-ALL = (STORAGE, DATA, TRAINING, PREDICTION)
-CHECKS.depends_on = [*ALL]  # whose tasks call tasks of the other environments
+CHECKS.depends_on = [STORAGE, DATA, TRAINING, PREDICTION]  # the tasks of CHECKS call tasks of these
 
 HOURS = timedelta(hours=read_number_variable("FLYTE_DDP_HOURS"))
 # Attempts without progress end earlier: CheckpointStore.refuse_futile_attempt.

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import flyte
 from flyte.io import Dir, File
 
 from flyte2 import pods
 from flyte2.files import download, download_from_folder, output_file, output_folder
 from flyte2.inputs import HyperparametersInput, PolicyInput
-from flyte2.schedules import make_triggers, refuse_overlap
+from flyte2.schedules import make_triggers, read_start_time, refuse_overlap
 from flyte2.training import check_inputs, train_model
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.settings import read_settings
@@ -134,7 +133,7 @@ async def release(
     """
     await refuse_overlap()
     requirements: Policy = policy.check()
-    checked = await check_inputs(hp.check(), kickoff_time=flyte.ctx().run_start_time, model_name=model_name, run=run)
+    checked = await check_inputs(hp.check(), kickoff_time=await read_start_time(), model_name=model_name, run=run)
     profile = await profile_dataset(checked.data, checked.data_version)
     changes = await validate_dataset(checked.data, profile, checked.hp, model_name, requirements)
     if checked.run_version:

@@ -1,6 +1,7 @@
 """Triggers of the tasks, one for each entry of config/schedules.yaml. To change the triggers, edit this file."""
 
 import os
+from datetime import datetime
 from typing import Any
 
 import flyte
@@ -10,10 +11,11 @@ from flyte import Cron, Trigger
 from flyte2.inputs import to_input
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.pods.environment import REGISTRY_VARIABLE
-from flyte_ddp.pods.platforms import is_in_pod
+from flyte_ddp.pods.platforms import NO_SCHEDULE, is_in_pod
 from flyte_ddp.schedules.entries import MONITORING, RELEASING, read_schedules
 
-SCHEDULE = "flyte-ddp-schedule"  # label and context of a run, whose value is the name of the entry
+SCHEDULE = "flyte-ddp-schedule"  # in the context of a run: the name of the entry
+MOST_RUNS = 1000  # active runs of the project that are looked through
 ACTIVE = ("queued", "waiting_for_resources", "initializing", "running")
 
 
@@ -32,12 +34,23 @@ def make_triggers(workflow: str) -> tuple[Trigger, ...]:
             schedule.name,
             automation=Cron(schedule.cron) if schedule.cron else None,
             inputs={name: to_input(value) for name, value in schedule.read_inputs().items()},
-            labels={SCHEDULE: schedule.name},
             custom_context={SCHEDULE: schedule.name},
         )
         for schedule in read_schedules()
         if schedule.workflow == workflow
     )
+
+
+async def read_start_time() -> datetime:
+    """Return the time at which this run started, which is the same in all attempts. For a scheduled run, the tick.
+
+    In a pod, may query the backend: v2.0.43 does not tell pods the time, and the SDK then gives 1 January 1970.
+    """
+    me: Any = flyte.ctx()
+    time: datetime = me.run_start_time
+    if time == NO_SCHEDULE:
+        time = (await flyte.remote.Run.get.aio(me.action.run_name)).action.start_time
+    return time
 
 
 async def refuse_overlap() -> None:
@@ -46,6 +59,9 @@ async def refuse_overlap() -> None:
     name = (me.custom_context or {}).get(SCHEDULE) if is_in_pod() else None
     if name is None:
         return
-    async for run in flyte.remote.Run.listall.aio(in_phase=ACTIVE, with_labels={SCHEDULE: name}):
-        if run.name != me.action.run_name and run.action.start_time <= me.run_start_time:
+    time = await read_start_time()
+    # The backend rejects a filter by labels.
+    async for run in flyte.remote.Run.listall.aio(in_phase=ACTIVE, limit=MOST_RUNS):
+        is_other = run.name != me.action.run_name and run.pb2.action.metadata.trigger_name == name
+        if is_other and run.action.start_time <= time:
             raise UserError(f"{name}: run {run.name} of the same schedule is not over; this run is skipped")

@@ -6,13 +6,12 @@ Run it with ``flyte run --local flyte2/training.py training --hp '{"epochs": 2}'
 from dataclasses import dataclass
 from datetime import datetime
 
-import flyte
 from flyte.io import Dir, File
 
 from flyte2 import pods
 from flyte2.files import download, output_file, output_folder
 from flyte2.inputs import HyperparametersInput
-from flyte2.schedules import make_triggers, refuse_overlap
+from flyte2.schedules import make_triggers, read_start_time, refuse_overlap
 from flyte_ddp.config import Hyperparameters
 from flyteplugins.ddp.platform import PLATFORM, task
 
@@ -127,5 +126,5 @@ async def retraining(hp: HyperparametersInput = HyperparametersInput()) -> Train
         hp: Model, data and training settings. Omitted fields have their defaults.
     """
     await refuse_overlap()
-    checked = await check_inputs(hp.check(), kickoff_time=flyte.ctx().run_start_time)
+    checked = await check_inputs(hp.check(), kickoff_time=await read_start_time())
     return await train_model(checked.hp, checked.data, checked.run_version)

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = {
     "requirements.lock": ("images", "streams", "elastic", "ray", "dask", "export"),
+    "requirements-flyte2.lock": ("images", "streams", "export", "flyte2"),
     "requirements-dev.lock": ("dev",),
 }
 
@@ -45,7 +46,8 @@ def test_a_lock_has_all_that_is_needed_in_versions_that_fit_with_hashes_and_no_h
 
 
 def test_what_is_tested_is_what_the_image_has() -> None:
-    image, development = map(pins, EXTRAS)
+    image, image_of_flyte2, development = map(pins, EXTRAS)
+    image |= image_of_flyte2
     assert {name for name in image if name in development and image[name] != development[name]} == set()
     assert any(name.startswith("nvidia-nccl") for name in image), "torch without GPUs"
     assert image.keys() <= development.keys()

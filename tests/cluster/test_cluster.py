@@ -133,17 +133,22 @@ def test_the_page_of_a_training_while_it_goes_on_and_after_a_failure(cluster: Cl
     assert "This attempt has failed" in cluster.read_deck(failed, "n1")
 
 
-@pytest.mark.parametrize("how", ["deleted", "force-deleted", "a rank killed"])
+@pytest.mark.parametrize("how", ["deleted", "force-deleted"])
 def test_a_lost_pod(kubectl: Cluster, how: str) -> None:
     name = kubectl.launch_training(**LONG, seed=unused_seed(kubectl))
     pod = kubectl.wait_for_training_log(name, "loss")
     time.sleep(3)  # of training; there is a checkpoint after each evaluation and when a pod is told to stop
-    if how == "a rank killed":
-        kubectl.kubectl("exec", pod, "--", "python", "-c", KILL_RANK_1)
-    else:
-        force = ("--grace-period=0", "--force") if how == "force-deleted" else ()
-        kubectl.kubectl("delete", "pod", pod, "--wait=false", *force)
+    force = ("--grace-period=0", "--force") if how == "force-deleted" else ()
+    kubectl.kubectl("delete", "pod", pod, "--wait=false", *force)
     kubectl.wait_for_training_log(name, "going on after step", lost=pod)
+    kubectl.abort(name)
+
+
+def test_a_killed_rank_is_replaced_in_its_pod(kubectl: Cluster) -> None:
+    name = kubectl.launch_training(**LONG, seed=unused_seed(kubectl))
+    pod = kubectl.wait_for_training_log(name, "loss")
+    kubectl.kubectl("exec", pod, "--", "python", "-c", KILL_RANK_1)
+    assert kubectl.wait_for_training_log(name, "rank 1 was killed by SIGKILL") == pod
     kubectl.abort(name)
 
 
