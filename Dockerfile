@@ -42,8 +42,10 @@ WORKDIR /sources
 ENV PYTHONPATH=/sources
 COPY --chown=1000:1000 flyte_ddp flyte_ddp
 COPY --chown=1000:1000 flytekitplugins flytekitplugins
+COPY --chown=1000:1000 flyteplugins flyteplugins
 COPY --chown=1000:1000 tasks tasks
 COPY --chown=1000:1000 workflows workflows
+COPY --chown=1000:1000 flyte2 flyte2
 COPY --chown=1000:1000 config config
 
 # The last stage is what is built when none is named.
