@@ -27,7 +27,8 @@ from flyte_ddp.core.user_code.digest import package_digest
 from workflows.training import training_on_demand
 
 BIN = Path(sys.executable).parent
-SOURCES = ("config/", "flyte2/", "flyte_ddp/", "flytekitplugins/", "flyteplugins/", "tasks/", "workflows/")  # what a pod needs
+# What a pod needs.
+SOURCES = ("config/", "flyte2/", "flyte_ddp/", "flytekitplugins/", "flyteplugins/", "tasks/", "workflows/")
 GIT = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"} | {
     f"GIT_{who}_{what}": "test@example.com" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")
 }
