@@ -32,7 +32,7 @@ RUN for name in scheduler worker; do \
 RUN useradd --uid 1000 --user-group --home-dir /root --no-create-home flyte && chown flyte:flyte /root
 WORKDIR /root
 # Ranks are processes of their own, so what they import must be found through the environment.
-ENV PYTHONPATH=/root PYTHONUNBUFFERED=1
+ENV PYTHONPATH=/root PYTHONUNBUFFERED=1 FLYTE_DISABLE_SENTRY=true
 # As numbers, because Kubernetes can check runAsNonRoot with these only.
 USER 1000:1000
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from flyte.extend import TaskPluginRegistry
 
-from flyte_ddp.core.errors import UserError
 from flyteplugins.ddp.task import DDPTask
 
 __all__ = ["DDP"]
@@ -27,6 +26,8 @@ class DDP:
     num_ranks: int = 0
 
     def __post_init__(self) -> None:
+        from flyte_ddp.core.errors import UserError
+
         if type(self.num_ranks) is not int or self.num_ranks < 0:
             raise UserError(f"num_ranks={self.num_ranks!r}: must be a number of ranks, or 0 for a rank on each GPU")
 

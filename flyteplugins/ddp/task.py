@@ -1,24 +1,18 @@
-"""The task type behind ``DDP``: sends a task's body to the ranks, and returns the value of rank 0."""
+"""The task type behind ``DDP``: sends a task's body to the ranks, and returns the value of rank 0.
+
+The import is kept light, because each command that runs a task of this plugin imports this module first.
+"""
 
 import asyncio
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flyte.extend import AsyncFunctionTaskTemplate
-from flyte.io import Dir, File
 
-from flyte_ddp.calls import (
-    compute_code_digest_and_modules,
-    get_function_name,
-    make_comparable_value,
-    pickle_for_ranks,
-)
-from flyte_ddp.core.loops.call import Call
-from flyte_ddp.core.machine.resources import Request
-from flyte_ddp.task_bodies.user_function import name_run, run_in_folder
-from flyteplugins.ddp.platform import PLATFORM, translate_errors
+if TYPE_CHECKING:
+    from flyte_ddp.core.loops.call import Call
 
 
 @dataclass(kw_only=True)
@@ -30,6 +24,10 @@ class DDPTask(AsyncFunctionTaskTemplate[..., Any, Callable[..., Any]]):
 
         Blocks the event loop, because Python handles SIGTERM in the main thread only.
         """
+        from flyte_ddp.core.machine.resources import Request
+        from flyte_ddp.task_bodies.user_function import name_run, run_in_folder
+        from flyteplugins.ddp.platform import PLATFORM, translate_errors
+
         with translate_errors():
             inputs = inspect.signature(self.func).bind(*args, **kwargs).arguments
             call = make_call(self.name, self.func, inputs)
@@ -38,19 +36,25 @@ class DDPTask(AsyncFunctionTaskTemplate[..., Any, Callable[..., Any]]):
             return run_in_folder(PLATFORM, call, name_run(self.name, call), request, None)
 
 
-def make_call(task: str, function: Callable[..., Any], inputs: dict[str, Any]) -> Call:
+def make_call(task: str, function: Callable[..., Any], inputs: dict[str, Any]) -> "Call":
     """Return the Call by which each rank calls :func:`run_body` with a task's function and inputs.
 
     Raises:
         UserError: The inputs cannot be pickled, or a module has changed.
     """
-    code, user_code = compute_code_digest_and_modules(function)
-    shown = {name: make_comparable_value(value, replace_file) for name, value in inputs.items()}
-    return Call(get_function_name(function), pickle_for_ranks(task, run_body, function, inputs), shown, code, user_code)
+    from flyte_ddp import calls
+    from flyte_ddp.core.loops.call import Call
+
+    code, user_code = calls.compute_code_digest_and_modules(function)
+    shown = {name: calls.make_comparable_value(value, replace_file) for name, value in inputs.items()}
+    payload = calls.pickle_for_ranks(task, run_body, function, inputs)
+    return Call(calls.get_function_name(function), payload, shown, code, user_code)
 
 
 def replace_file(value: Any) -> Any:
     """Return the address of a file or folder, or the fields of a dataclass by name. Returns other values unchanged."""
+    from flyte.io import Dir, File
+
     if isinstance(value, (File, Dir)):
         return value.path
     if is_dataclass(value) and not isinstance(value, type):

@@ -349,7 +349,7 @@ def test_no_secret_can_get_into_a_layer() -> None:
     given = [text for name, text in instructions if name in ("ARG", "ADD")]
     assert given == ["LOCK=requirements.lock"], "the name of a file of the repository"
     variables = [text for name, text in instructions if name == "ENV"]
-    assert variables == ["PYTHONPATH=/root PYTHONUNBUFFERED=1", "PYTHONPATH=/sources"]
+    assert variables == ["PYTHONPATH=/root PYTHONUNBUFFERED=1 FLYTE_DISABLE_SENTRY=true", "PYTHONPATH=/sources"]
     copied = {text.split()[-1] for name, text in instructions if name == "COPY"}
     assert copied == {name.rstrip("/") for name in SOURCES}
     folders = [text for name, text in instructions if name == "WORKDIR"]
