@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from flyte.extend import TaskPluginRegistry
 
+from flyte_ddp.core.launch.supervise.stopping import forward_stop_signals
+from flyte_ddp.pods.platforms import is_in_pod
 from flyteplugins.ddp.task import DDPTask
 
 __all__ = ["DDP"]
@@ -33,3 +35,5 @@ class DDP:
 
 
 TaskPluginRegistry.register(DDP, DDPTask)
+if not is_in_pod():
+    forward_stop_signals()  # the body of a local run is not in the main thread

@@ -18,7 +18,6 @@ import flyte.errors
 import flyte.report
 
 from flyte_ddp.core.errors import RankError, StoppedError
-from flyte_ddp.core.launch.supervise.stopping import forward_stop_signals
 from flyte_ddp.pods.environment import FROM_SCRATCH_VARIABLE
 from flyte_ddp.pods.outcomes import describe_ended_run, print_held_outcome
 from flyte_ddp.pods.platforms import is_in_pod
@@ -120,5 +119,3 @@ def is_worth_logging(record: logging.LogRecord) -> bool:
 
 
 logging.getLogger("flyte").addFilter(is_worth_logging)  # else Flyte 2 prints a traceback for each mistake
-if not is_in_pod():
-    forward_stop_signals()  # the body of a local run is not in the main thread
