@@ -15,6 +15,7 @@ from flyte_ddp.core.checks.fields import CheckedFields
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.release.policy import Policy
+from flyte_ddp.schedules.arguments import refuse_misread_arguments
 from flyte_ddp.sweep.space import Sweep
 
 Form = TypeVar("Form", bound=CheckedFields)
@@ -28,8 +29,12 @@ class FormInput(BaseModel, Generic[Form]):
 
     @classmethod
     def model_validate_json(cls, json_data: Any, **_: Any) -> Self:
-        """Return the model of a JSON text, for an option of `flyte run`. Ends the command if a value is not allowed."""
+        """Return the model of a JSON text, for an option of `flyte run`.
+
+        Ends the command if a value is not allowed, or if `flyte run` has misread an option, such as a duplicate key.
+        """
         try:
+            refuse_misread_arguments()
             values: Any = cls.kind.from_json(json_data)
         except UserError as error:
             error.show()
@@ -42,7 +47,7 @@ class FormInput(BaseModel, Generic[Form]):
         Raises:
             UserError: A field is unknown, or a value is not allowed.
         """
-        checked: Any = self.kind.from_dict(self.model_dump())
+        checked: Any = self.kind.from_dict(self.model_dump(warnings=False))  # of values of another type
         return checked
 
 

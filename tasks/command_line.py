@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import chain, pairwise
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,20 +32,19 @@ from flytekit.exceptions.user import FlyteEntityNotFoundException
 from flytekit.tools import script_mode
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.core.checks.parsing import MisreadError
 from flyte_ddp.core.errors import RankError, StoppedError, UnreachableError, UserError, install_hint
 from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.pods import environment, outcomes
 from flyte_ddp.pods.profiles import ENGINES
 from flyte_ddp.release.policy import Policy
-from flyte_ddp.schedules.yaml_files import describe_read_error, load_strictly
+from flyte_ddp.schedules.arguments import FILE_OPTIONS, list_argument_pairs, refuse_misread_arguments
+from flyte_ddp.schedules.yaml_files import describe_read_error
 from flyte_ddp.sweep.space import Sweep
 
 if TYPE_CHECKING:
     from flytekit.clis.sdk_in_container.run import RunLevelParams
 
 CALL_SECONDS = 30.0  # time limit of a call to a cluster
-FILE_OPTIONS = ("--hp", "--policy", "--sweep", "--window", "--inputs-file")  # which may name files of JSON or YAML
 
 
 def set_up_command(context: click.Context) -> None:
@@ -63,8 +61,7 @@ def set_up_command(context: click.Context) -> None:
     context.with_resource(show_errors_in_panels(context))
     remove_temporary_folders_at_exit()
     if command == "run":
-        for option, word in list_argument_pairs():
-            refuse_misread_input(option, word)
+        refuse_misread_arguments()
     if command == "run" and "--help" in sys.argv:
         context.call_on_close(partial(print_fields, context))
     is_remote = getattr(context.obj, "is_remote", False)
@@ -159,32 +156,6 @@ def find_path_error(error: Exception) -> UserError | None:
     found = re.match(r"Failed argument '(\w+)'", str(error)) if isinstance(error, TypeTransformerFailedError) else None
     words = [word for option, word in list_argument_pairs() if found and option == f"--{found[1]}"]
     return UserError(f"--{found[1]} {words[0]!r}: no such file or folder; see --help") if found and words else None
-
-
-def list_argument_pairs() -> Iterator[tuple[str, str]]:
-    """Yield all pairs of neighbouring words of ``sys.argv``, where ``--option=value`` counts as two words."""
-    split = (word.split("=", 1) if word.startswith("--") else [word] for word in sys.argv)
-    return pairwise(chain.from_iterable(split))
-
-
-def refuse_misread_input(option: str, word: str) -> None:
-    """Raise UserError if flytekit would misread JSON or YAML of FILE_OPTIONS, such as an octal number.
-
-    ``word`` is the value of ``option``: a text in braces, or the path of a file. Files that ``--inputs-file`` names are
-    checked, too. Does nothing if the text cannot be read or parsed, because flytekit reports this error.
-    """
-    if option not in FILE_OPTIONS:
-        return
-    is_text = word.lstrip().startswith("{")
-    try:
-        values = load_strictly(word if is_text else Path(word).read_text(encoding="utf-8"))
-    except MisreadError as error:
-        raise UserError(f"{option if is_text else f'{option} {word}'}: {error.message}") from None
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        return
-    if option == "--inputs-file" and isinstance(values, dict):
-        for name, value in values.items():
-            refuse_misread_input(f"--{name}", str(value))
 
 
 def find_input_file_error(error: Exception) -> UserError | None:

@@ -16,7 +16,8 @@ from test_cli_errors import assert_refused
 
 from benchmarks.running import descendants
 from flyte_ddp.core.errors import UnreachableError, UserError
-from tasks.command_line import find_input_file_error, refuse_misread_input, show_errors_in_panels
+from flyte_ddp.schedules.arguments import refuse_misread_input
+from tasks.command_line import find_input_file_error, show_errors_in_panels
 
 pytestmark = pytest.mark.slow
 LONG = {"num_ranks": 2, "epochs": 12, "batch_size": 64, "eval_interval": 5}

@@ -1,0 +1,46 @@
+"""Reject JSON and YAML on the command line that Flyte's commands would misread."""
+
+import sys
+from collections.abc import Iterator
+from itertools import chain, pairwise
+from pathlib import Path
+
+import yaml
+
+from flyte_ddp.core.checks.parsing import MisreadError
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.schedules.yaml_files import load_strictly
+
+FILE_OPTIONS = ("--hp", "--policy", "--sweep", "--window", "--inputs-file")  # which may name files of JSON or YAML
+
+
+def list_argument_pairs() -> Iterator[tuple[str, str]]:
+    """Yield all pairs of neighbouring words of ``sys.argv``, where ``--option=value`` counts as two words."""
+    split = (word.split("=", 1) if word.startswith("--") else [word] for word in sys.argv)
+    return pairwise(chain.from_iterable(split))
+
+
+def refuse_misread_arguments() -> None:
+    """Raise UserError if Flyte's command would misread JSON or YAML of an option of FILE_OPTIONS in ``sys.argv``."""
+    for option, word in list_argument_pairs():
+        refuse_misread_input(option, word)
+
+
+def refuse_misread_input(option: str, word: str) -> None:
+    """Raise UserError if Flyte's command would misread JSON or YAML of FILE_OPTIONS, such as an octal number.
+
+    ``word`` is the value of ``option``: a text in braces, or the path of a file. Files that ``--inputs-file`` names are
+    checked, too. Does nothing if the text cannot be read or parsed, because Flyte's command reports this error.
+    """
+    if option not in FILE_OPTIONS:
+        return
+    is_text = word.lstrip().startswith("{")
+    try:
+        values = load_strictly(word if is_text else Path(word).read_text(encoding="utf-8"))
+    except MisreadError as error:
+        raise UserError(f"{option if is_text else f'{option} {word}'}: {error.message}") from None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return
+    if option == "--inputs-file" and isinstance(values, dict):
+        for name, value in values.items():
+            refuse_misread_input(f"--{name}", str(value))
