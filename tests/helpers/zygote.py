@@ -1,4 +1,4 @@
-"""A process with the imports of flytekit, ranks and this library. Each fork of it becomes a fresh interpreter.
+"""A process with the imports of Flyte's SDKs, ranks and this library. Each fork of it becomes a fresh interpreter.
 
 A command that trains then takes about a quarter of the CPU time. A fork behaves like ``python -c CODE`` or ``python
 SCRIPT``: it has separate arguments, environment, directory, files and signals, and is a child of the requesting
@@ -33,9 +33,20 @@ from multiprocessing import util
 from pathlib import Path
 from typing import Any, NoReturn
 
-COMMANDS = ("flytekit.clis.sdk_in_container.pyflyte", "flytekit.bin.entrypoint")
+COMMANDS = (
+    "flytekit.clis.sdk_in_container.pyflyte",
+    "flytekit.bin.entrypoint",
+    "flyte._bin.runtime",
+    "flyte.cli._run",
+    "flyte.io",
+    "flyte.remote",
+    "flyte._internal.runtime.entrypoints",
+    "flyte._internal.runtime.task_serde",
+)
+SCRIPT_NAMES = ("flyte", "a0")  # of Flyte 2
 LIBRARY = "flyte_ddp"
-LEFT_OUT = ("flytekit", "flytekitplugins", LIBRARY)  # flytekit imports our plugin by its entry point
+# flytekit imports our plugin by its entry point. Both SDKs read the environment when they are imported.
+LEFT_OUT = ("flytekit", "flytekitplugins", "flyte", "flyteplugins", LIBRARY)
 RANKS = ("torch", "torch._dynamo", "torchvision.models")
 PAGES = ("matplotlib.figure", "matplotlib.style", "matplotlib.ticker", "jinja2", "PIL.Image")
 NAME = "zygote"
@@ -223,6 +234,7 @@ def become(request: dict[str, Any], path: list[str]) -> NoReturn:
     os.chdir(request["directory"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    tempfile.tempdir = None  # of the zygote's environment
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     option = request["arguments"][0]
@@ -310,12 +322,17 @@ class Popen(subprocess.Popen[Any]):
 
 
 def find_program(words: list[str], path: str | None) -> list[str] | None:
-    """Return script and arguments of a command that runs ``pyflyte...`` or ``python SCRIPT``, else None."""
+    """Return script and arguments of a command of Flyte, ``pyflyte...`` or SCRIPT_NAMES, or of ``python SCRIPT``.
+
+    Returns None for any other command.
+    """
     if words[0] == sys.executable:
         return words[1:] if len(words) > 1 and words[1].endswith(".py") else None
     script = shutil.which(words[0], path=path)
-    known = script is not None and Path(script).parent == SCRIPTS and Path(script).name.startswith("pyflyte")
-    return [script, *words[1:]] if script is not None and known else None
+    if script is None or Path(script).parent != SCRIPTS:
+        return None
+    name = Path(script).name
+    return [script, *words[1:]] if name.startswith("pyflyte") or name in SCRIPT_NAMES else None
 
 
 def spawnv_passfds(path: Any, arguments: Any, numbers: Any) -> int:
