@@ -1,0 +1,276 @@
+"""What a deployment sends to Flyte 2: tasks in their wire form, and the triggers of the file of schedules."""
+
+import asyncio
+import inspect
+import re
+from collections.abc import AsyncIterator, Callable
+from dataclasses import is_dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from cli import ROOT
+from flyte2_cli import flyte
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.core.errors import UserError
+from flyte_ddp.core.user_code.digest import library_digest, package_digest
+from flyte_ddp.monitor.source import WindowSource
+from flyte_ddp.pods.profiles import read_profile
+from flyte_ddp.release.policy import Policy
+from flyte_ddp.schedules.entries import read_schedules
+from flyte_ddp.sweep.space import Sweep
+
+Modules = dict[str, ModuleType]
+IMAGE = "registry.example/flyte-ddp:1"
+PUBLIC = ("training", "retraining", "release", "promote", "rollback", "evaluate", "predict", "monitor", "sweep")
+SCHEDULES = """
+- {name: nightly, workflow: training_wf, cron: "0 3 * * *", hyperparameters: {epochs: 3, learning_rate: 1e-1}}
+- {name: on_demand, workflow: training_wf}
+- {name: best, workflow: release_wf, cron: "0 0 1 JAN MON-FRI", model_name: digits, policy: {rule: not_worse}}
+- {name: watch, workflow: monitor_wf, cron: "5 * * * *", model_name: digits, window: {images: in/%H, hours_back: 1}}
+- {name: search, workflow: sweep_wf, cron: "0 1 * * *", hyperparameters: {epochs: 2}, sweep: {space: {batch_size: [5]}}}
+"""
+NOW = datetime(2026, 11, 28, 3, tzinfo=UTC)
+
+
+def list_tasks(flyte2: Modules) -> dict[str, Any]:
+    """Return all tasks of the modules, by name."""
+    from flyte._task import TaskTemplate
+
+    found = [value for module in flyte2.values() for value in vars(module).values() if isinstance(value, TaskTemplate)]
+    return {task.name.rpartition(".")[2]: task for task in found}
+
+
+@pytest.fixture(scope="module")
+def wires(flyte2: Modules) -> dict[str, Any]:
+    """The wire forms of all tasks, by name."""
+    from flyte._internal.image_cache import ImageCache
+    from flyte._internal.runtime.task_serde import translate_task_to_wire
+    from flyte.models import SerializationContext
+
+    tasks = list_tasks(flyte2)
+    images = ImageCache(image_lookup=dict.fromkeys([task.parent_env_name for task in tasks.values()], IMAGE))
+    context = SerializationContext(version="v1", project="p", domain="d", org="o", root_dir=ROOT, image_cache=images)
+    return {name: translate_task_to_wire(task, context).task_template for name, task in tasks.items()}
+
+
+def read_container(wire: Any) -> dict[str, Any]:
+    """Return the main container of a task, as Kubernetes reads the container."""
+    spec = dict(wire.k8s_pod.pod_spec.items())
+    [container] = [each for each in spec["containers"] if each["name"] == wire.config["primary_container_name"]]
+    return dict(container)
+
+
+def test_every_pod_has_the_image_the_code_and_no_telemetry(wires: dict[str, Any]) -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "flyte2").glob("*.py"))
+    assert len(wires) == sources.count("\n@task(")
+    for name, wire in wires.items():
+        container = read_container(wire)
+        variables = {each["name"]: each["value"] for each in container["env"]}
+        assert container["image"] == IMAGE
+        assert variables["FLYTE_DISABLE_SENTRY"] == "true", name
+        assert variables["FLYTE_DDP_CODE"] == package_digest()
+        assert variables["FLYTE_DDP_PROFILE"] == "sandbox"
+        assert wire.metadata.retries.retries > 0, name
+
+
+def test_training_is_retried_cached_by_its_code_and_has_the_profiles_size(wires: dict[str, Any], monkeypatch) -> None:
+    monkeypatch.setenv("FLYTE_DDP_PROFILE", "sandbox")
+    train, driver, size = wires["train_model"], wires["training"], read_profile()
+    assert train.metadata.discoverable
+    assert train.metadata.discovery_version == library_digest()
+    assert train.metadata.cache_serializable
+    assert [*train.metadata.cache_ignore_input_vars] == ["data"]
+    assert [*wires["fetch_dataset"].metadata.cache_ignore_input_vars] == ["data_source"]
+    assert wires["profile_dataset"].metadata.discovery_version == package_digest()
+    assert [name for name, wire in wires.items() if wire.metadata.discoverable] == [
+        *("fetch_dataset", "train_model", "profile_dataset")
+    ]
+    assert (train.metadata.retries.retries, driver.metadata.retries.retries) == (100, 2)
+    assert train.metadata.timeout.seconds == 24 * 3600
+    assert train.metadata.generates_deck.value
+    resources = read_container(train)["resources"]
+    assert (resources["limits"]["cpu"], resources["limits"]["memory"]) == (size.cpu, size.memory)
+    assert read_container(driver)["resources"]["requests"]["cpu"] == "500m"
+    variables = {each["name"]: each["value"] for each in read_container(train)["env"]}
+    assert variables["FLYTE_DDP_SAVE_SECONDS"] == str(size.grace_seconds // 2)
+    for name in ("judge_model", "carry_out_verdict", "promote", "rollback", "monitor", "predict"):
+        variables = {each["name"]: each["value"] for each in read_container(wires[name])["env"]}
+        assert variables["FLYTE_DDP_REGISTRY"] == "s3://bucket/models", name
+
+
+def test_outputs_are_one_dataclass_whose_fields_have_names(flyte2: Modules) -> None:
+    """Flyte 2 would return several outputs as a bare tuple."""
+    tasks = list_tasks(flyte2)
+    for name in (*PUBLIC, "pack_and_verify"):
+        [kind] = tasks[name].native_interface.outputs.values()
+        assert is_dataclass(kind), name
+    assert all(len(task.native_interface.outputs) == 1 for task in tasks.values())
+
+
+def test_every_body_runs_in_the_main_thread(flyte2: Modules) -> None:
+    """Flyte 2 calls a plain function in another thread, where Python handles no SIGTERM."""
+    assert [name for name, task in list_tasks(flyte2).items() if not inspect.iscoroutinefunction(task.func)] == []
+
+
+@pytest.fixture
+def triggers(flyte2: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[Any, ...]]:
+    """Make the triggers of SCHEDULES for a workflow."""
+    (tmp_path / "schedules.yaml").write_text(SCHEDULES)
+    monkeypatch.setattr(flyte2["schedules"], "read_schedules", lambda: read_schedules(tmp_path / "schedules.yaml"))
+    monkeypatch.setenv("FLYTE_DDP_REGISTRY", "s3://bucket/models")
+    make: Callable[[str], tuple[Any, ...]] = flyte2["schedules"].make_triggers
+    return make
+
+
+def send(task: Any, trigger: Any, wire: Any) -> tuple[Any, dict[str, Any]]:
+    """Return a trigger's wire form, and the inputs that a pod reads from the wire form."""
+    from flyte._internal.runtime.convert import Inputs, convert_inputs_to_native
+    from flyte._internal.runtime.trigger_serde import to_task_trigger
+
+    async def convert() -> tuple[Any, dict[str, Any]]:
+        sent = await to_task_trigger(trigger, task.name, wire.interface.inputs, [])
+        return sent, await convert_inputs_to_native(Inputs(sent.spec.inputs), task.native_interface)
+
+    return asyncio.run(convert())
+
+
+@pytest.mark.parametrize(
+    ("workflow", "task", "cron", "inputs"),
+    [
+        ("training_wf", "training", "0 3 * * *", {"hp": Hyperparameters(epochs=3, learning_rate=0.1)}),
+        (
+            "release_wf",
+            "release",
+            "0 0 1 JAN MON-FRI",
+            {"hp": Hyperparameters(), "model_name": "digits", "policy": Policy(rule="not_worse")},
+        ),
+        (
+            "monitor_wf",
+            "monitor",
+            "5 * * * *",
+            {"model_name": "digits", "window": WindowSource(images="in/%H", hours_back=1)},
+        ),
+        (
+            "sweep_wf",
+            "sweep",
+            "0 1 * * *",
+            {"hp": Hyperparameters(epochs=2), "sweep": Sweep(space='{"batch_size": [5]}')},
+        ),
+    ],
+)
+def test_an_entry_is_a_trigger_whose_run_gets_the_inputs(
+    flyte2: Modules,
+    wires: dict[str, Any],
+    triggers: Callable[[str], tuple[Any, ...]],
+    workflow: str,
+    task: str,
+    cron: str,
+    inputs: dict[str, Any],
+) -> None:
+    trigger = triggers(workflow)[0]
+    sent, received = send(list_tasks(flyte2)[task], trigger, wires[task])
+    assert sent.automation_spec.schedule.cron.expression == cron
+    assert sent.automation_spec.schedule.cron.timezone == "UTC"
+    checked = {name: value.check() if hasattr(value, "check") else value for name, value in received.items()}
+    assert checked == inputs
+    assert trigger.custom_context == {"flyte-ddp-schedule": trigger.name}
+
+
+def test_an_entry_without_times_has_a_trigger_without_automation(triggers: Callable[[str], Any], monkeypatch) -> None:
+    nightly, on_demand = triggers("training_wf")
+    assert (nightly.name, on_demand.name, on_demand.automation) == ("nightly", "on_demand", None)
+    assert triggers("retraining_wf") == ()
+    monkeypatch.delenv("FLYTE_DDP_REGISTRY")
+    assert [triggers(workflow) for workflow in ("release_wf", "monitor_wf")] == [(), ()]
+
+
+class ControlPlane:
+    """Stands in for ``flyte.remote.Run``: answers requests whose options the SDK's functions accept."""
+
+    def __init__(self, runs: list[tuple[str, str, int]]) -> None:
+        from flyte.remote import Run
+
+        self.runs = [make_run(*run) for run in runs]
+        self.asked: list[dict[str, Any]] = []
+        self.accepted = inspect.signature(Run.listall).parameters.keys()
+        self.listall, self.get = SimpleNamespace(aio=self.list_runs), SimpleNamespace(aio=self.find_run)
+
+    async def list_runs(self, **options: Any) -> AsyncIterator[Any]:
+        assert options.keys() <= self.accepted
+        self.asked.append(options)
+        for run in self.runs:
+            yield run
+
+    async def find_run(self, name: str) -> Any:
+        [found] = [run for run in self.runs if run.name == name]
+        return found
+
+
+def make_run(name: str, trigger: str, seconds: int) -> Any:
+    """Return a run of a trigger that started so many seconds after NOW."""
+    from flyteidl2.workflow.run_definition_pb2 import Run
+
+    message = Run()
+    message.action.metadata.trigger_name = trigger
+    action = SimpleNamespace(start_time=NOW + timedelta(seconds=seconds))
+    return SimpleNamespace(name=name, pb2=message, action=action)
+
+
+ME = ("me", "nightly", 0)
+
+
+@pytest.mark.parametrize(
+    ("others", "scheduled", "refused"),
+    [
+        ([("before", "nightly", -60)], True, True),
+        ([("same_time", "nightly", 0)], True, True),
+        ([("later", "nightly", 60)], True, False),
+        ([("other", "hourly", -60)], True, False),
+        ([], True, False),
+        ([("before", "nightly", -60)], False, False),
+    ],
+)
+@pytest.mark.parametrize("start", [NOW, datetime(1970, 1, 1, tzinfo=UTC)], ids=["known", "unknown"])
+def test_a_run_is_refused_while_an_earlier_one_of_its_schedule_is_active(
+    flyte2: Modules,
+    monkeypatch: pytest.MonkeyPatch,
+    start: datetime,
+    others: list[tuple[str, str, int]],
+    scheduled: bool,
+    refused: bool,
+) -> None:
+    """If the pod was not told the start of its run, the control plane is asked."""
+    from flyteidl2.common.phase_pb2 import ActionPhase
+
+    schedules, plane = flyte2["schedules"], ControlPlane([ME, *others])
+    context = {"flyte-ddp-schedule": "nightly"} if scheduled else {}
+    me = SimpleNamespace(custom_context=context, action=SimpleNamespace(run_name="me"), run_start_time=start)
+    monkeypatch.setattr(schedules.flyte, "ctx", lambda: me)
+    monkeypatch.setattr(schedules.flyte.remote, "Run", plane)
+    monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", "me")
+    if refused:
+        said = f"nightly: run {others[0][0]} of the same schedule is not over; this run is skipped"
+        with pytest.raises(UserError, match=re.escape(said)):
+            asyncio.run(schedules.refuse_overlap())
+    else:
+        asyncio.run(schedules.refuse_overlap())
+    assert len(plane.asked) == scheduled
+    for options in plane.asked:
+        assert all(ActionPhase.Value(f"ACTION_PHASE_{phase.upper()}") for phase in options["in_phase"])
+    monkeypatch.delenv("FLYTE_INTERNAL_EXECUTION_ID")
+    asyncio.run(schedules.refuse_overlap())  # a local run asks nobody
+    assert len(plane.asked) == scheduled
+
+
+@pytest.mark.slow
+def test_a_dry_run_of_a_deployment_needs_no_cluster(flyte2: Modules, tmp_path: Path) -> None:
+    address = ("--endpoint", "dns:///127.0.0.1:9", "--insecure")
+    options = ("--dry-run", "--copy-style", "none", "--version", "v1", "--project", "p", "--domain", "d")
+    ended = flyte(*address, "deploy", *options, "--image", IMAGE, "flyte2/deployment.py", "tasks", home=tmp_path)
+    assert ended.exit_code == 0, ended.output
+    assert [name for name, task in list_tasks(flyte2).items() if task.name not in ended.output] == []
+    assert not [*(tmp_path / "runs").rglob("*")]

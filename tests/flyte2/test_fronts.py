@@ -1,0 +1,129 @@
+"""The contract of both fronts: what a user gets does not depend on the version of Flyte."""
+
+import json
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from cli import PYFLYTE, WORKFLOWS, Ended, pyflyte
+from flyte2_cli import FLYTE, LONG, assert_equal_bits, run_task, stop, task_words
+from training_runs import QUIET
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.pods.run_inputs import check_and_identify_run
+from flyte_ddp.run import run_training
+
+pytestmark = pytest.mark.slow
+HP = {"epochs": 2, "num_ranks": 2, "backend": "gloo"}
+FILES = ("model.pt", "model.json", "report.html", "metrics.jsonl")
+FRONTS = ("pyflyte", "flyte")
+AGAIN = "is already finished; FLYTE_DDP_FROM_SCRATCH=yes before the command trains again"
+PYFLYTE_WORDS = ["run", WORKFLOWS, "training_wf", "--hp"]
+MISTAKES = {
+    '{"epochs": 0}': "epochs=0: must be at least 1",
+    '{"epoch": 3}': "unknown hyperparameter 'epoch': did you mean 'epochs'?",
+    '{"dataset": "nowhere"}': "unknown dataset 'nowhere': choose one of",
+    '{"dataset": "shards:/nowhere/x.json"}': "index /nowhere/x.json: cannot be read (no such file); check the path",
+    '{"epochs": 1, "epochs": 2}': "--hp: the key 'epochs' occurs twice; remove one of the two",
+    "epochs: 010": "--hp hp.yaml: 010 is 8 in YAML, line 1, column 9; put it in quotes if it is text",
+}
+
+
+def train_by(front: str, hp: str, home: Path, **environment: str) -> Ended:
+    if front == "pyflyte":
+        return pyflyte(*PYFLYTE_WORDS, hp, home=home, **environment)
+    return run_task("training", "training", home, environment, hp=hp)
+
+
+def read_state(runs: Path) -> dict[str, int]:
+    """Return the time of change of each file of a training."""
+    return {str(path): path.stat().st_mtime_ns for path in runs.glob("digits-*/*")}
+
+
+@pytest.fixture(scope="module")
+def expected(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The weights of HP, trained by the library without any front."""
+    result = run_training(Hyperparameters(**HP), digits, tmp_path_factory.mktemp("expected") / "run", QUIET)
+    return torch.load(result.model, weights_only=True)
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_a_run_has_the_same_folder_and_the_same_bits_and_is_cached(
+    front: str, expected: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second call is answered by Flyte's cache. Without the cache, the finished folder answers."""
+    ended = train_by(front, json.dumps(HP), tmp_path)
+    assert ended.exit_code == 0, ended.output
+    [folder] = (tmp_path / "runs").glob("digits-*")
+    monkeypatch.setenv("FLYTE_DDP_RUNS", str(tmp_path / "runs"))
+    name, _, _ = check_and_identify_run(Hyperparameters(**HP), "", None)[0].partition("@")
+    assert folder.name == name
+    assert_equal_bits(folder / "model.pt", expected)
+    assert f"; written to {folder}\n" in ended.output
+    assert [path for path in FILES if f"{folder / path}" not in ended.output] == []
+    assert "epoch_accuracies=[" in ended.output, "the outputs have names"
+
+    before = read_state(tmp_path / "runs")
+    again = train_by(front, json.dumps(HP), tmp_path)
+    assert again.exit_code == 0, again.output
+    assert f"{folder / 'model.pt'}" in again.output
+    assert "epoch 1/2" not in again.output
+    assert "is already finished" not in again.output, "not from the cache"
+    assert read_state(tmp_path / "runs") == before
+
+    if front == "flyte":
+        shutil.rmtree(tmp_path / ".flyte")
+        finished = train_by(front, json.dumps(HP), tmp_path)
+        assert AGAIN in finished.output
+        assert read_state(tmp_path / "runs") == before
+        anew = train_by(front, json.dumps(HP), tmp_path, FLYTE_DDP_FROM_SCRATCH="yes")
+        assert "epoch 1/2" in anew.output
+        after = read_state(tmp_path / "runs")
+        assert after.keys() == before.keys()
+        assert after[str(folder / "model.pt")] != before[str(folder / "model.pt")]
+        assert_equal_bits(folder / "model.pt", expected)
+
+
+@pytest.mark.parametrize("front", [pytest.param("pyflyte", marks=pytest.mark.exhaustive), "flyte"])
+@pytest.mark.parametrize("hp", MISTAKES)
+def test_a_mistake_is_the_same_sentence_and_trains_nothing(front: str, hp: str, tmp_path: Path) -> None:
+    """Other tests have the sentences of Flyte 1, too."""
+    value = hp if hp.startswith("{") else str(tmp_path / "hp.yaml")
+    (tmp_path / "hp.yaml").write_text(hp)
+    ended = train_by(front, value, tmp_path)
+    assert ended.exit_code == 1, ended.output
+    said = " ".join(ended.output.replace("│", " ").split()).replace(f"{tmp_path}/", "")
+    assert said.count(MISTAKES[hp]) == 1, said
+    assert not [word for word in ("Traceback", "Error invoking command", "Retrying") if word in said], said
+    assert len(re.sub("[─╭╮╰╯]", "", said)) < 400, said
+    assert not [*(tmp_path / "runs").rglob("model.pt")]
+
+
+def test_a_stopped_run_goes_on_from_one_front_to_the_other(
+    undisturbed: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    """Flyte 1 begins and gets SIGTERM, Flyte 2 gets Ctrl-C, then SIGTERM, and Flyte 2 ends the run."""
+    words = task_words("training", "training", {"hp": LONG})
+    began = stop(tmp_path, PYFLYTE, [*PYFLYTE_WORDS, json.dumps(LONG)], signal.SIGTERM)
+    pressed = stop(tmp_path, FLYTE, words, signal.SIGINT)
+    terminated = stop(tmp_path, FLYTE, words, signal.SIGTERM)
+    steps = [0]
+    for ended, reason in ((began, "SIGTERM"), (pressed, "Ctrl-C"), (terminated, "SIGTERM")):
+        assert ended.exit_code == 1, ended.output
+        assert f"stopped by {reason}" in ended.panel, ended.output
+        said = re.search(r"the same command will go on after step ([\d,]+), which is saved", ended.panel)
+        assert said, ended.output
+        if ended is not began:
+            assert f"going on after step {steps[-1]}," in ended.output
+        steps.append(int(said[1].replace(",", "")))
+        assert "Traceback" not in ended.output
+    assert steps == sorted({*steps}), "each part makes progress"
+    ended = run_task("training", "training", tmp_path, hp=LONG)
+    assert ended.exit_code == 0, ended.output
+    assert f"going on after step {steps[-1]}," in ended.output
+    [folder] = (tmp_path / "runs").glob("digits-*")
+    assert_equal_bits(folder / "model.pt", undisturbed)
+    assert not [*folder.rglob("*.ckpt")]
