@@ -5,6 +5,8 @@ values are checked by the dataclass.
 """
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar
 
 import click
@@ -15,10 +17,20 @@ from flyte_ddp.core.checks.fields import CheckedFields
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.release.policy import Policy
-from flyte_ddp.schedules.arguments import refuse_misread_arguments
+from flyte_ddp.schedules.arguments import refuse_misread_arguments, refuse_unreadable_arguments
 from flyte_ddp.sweep.space import Sweep
 
 Form = TypeVar("Form", bound=CheckedFields)
+
+
+@contextmanager
+def end_command_after_mistakes() -> Iterator[None]:
+    """End the command `flyte` with the text of a UserError of the block. The SDK would write two prefixes before it."""
+    try:
+        yield
+    except UserError as error:
+        error.show()
+        raise click.exceptions.Exit(error.exit_code) from None
 
 
 class FormInput(BaseModel, Generic[Form]):
@@ -33,13 +45,10 @@ class FormInput(BaseModel, Generic[Form]):
 
         Ends the command if a value is not allowed, or if `flyte run` has misread an option, such as a duplicate key.
         """
-        try:
+        with end_command_after_mistakes():
             refuse_misread_arguments()
             values: Any = cls.kind.from_json(json_data)
-        except UserError as error:
-            error.show()
-            raise click.exceptions.Exit(error.exit_code) from None
-        return cls(**dataclasses.asdict(values))
+            return cls(**dataclasses.asdict(values))
 
     def check(self) -> Form:
         """Return the values as the dataclass.
@@ -61,6 +70,8 @@ def make_input_model(kind: type[CheckedFields]) -> Any:
     return model
 
 
+with end_command_after_mistakes():
+    refuse_unreadable_arguments()  # before the SDK reads the options
 HyperparametersInput = make_input_model(Hyperparameters)
 PolicyInput = make_input_model(Policy)
 SweepInput = make_input_model(Sweep)

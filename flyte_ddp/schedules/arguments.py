@@ -1,5 +1,6 @@
 """Reject JSON and YAML on the command line that Flyte's commands would misread."""
 
+import json
 import sys
 from collections.abc import Iterator
 from itertools import chain, pairwise
@@ -9,7 +10,7 @@ import yaml
 
 from flyte_ddp.core.checks.parsing import MisreadError
 from flyte_ddp.core.errors import UserError
-from flyte_ddp.schedules.yaml_files import load_strictly
+from flyte_ddp.schedules.yaml_files import describe_read_error, load_strictly
 
 FILE_OPTIONS = ("--hp", "--policy", "--sweep", "--window", "--inputs-file")  # which may name files of JSON or YAML
 
@@ -24,6 +25,19 @@ def refuse_misread_arguments() -> None:
     """Raise UserError if Flyte's command would misread JSON or YAML of an option of FILE_OPTIONS in ``sys.argv``."""
     for option, word in list_argument_pairs():
         refuse_misread_input(option, word)
+
+
+def refuse_unreadable_arguments() -> None:
+    """Raise UserError if an option of FILE_OPTIONS in ``sys.argv`` is neither a JSON object nor a readable file."""
+    for option, word in list_argument_pairs():
+        if option not in FILE_OPTIONS:
+            continue
+        is_text = word.lstrip().startswith("{")
+        try:
+            json.loads(word) if is_text else yaml.safe_load(Path(word).read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            reason = f"is not JSON: {error}" if is_text else describe_read_error(error)
+            raise UserError(f"{option} {word}: {reason}; give a JSON object, or a JSON or YAML file") from None
 
 
 def refuse_misread_input(option: str, word: str) -> None:

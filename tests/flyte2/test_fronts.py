@@ -127,3 +127,12 @@ def test_a_stopped_run_goes_on_from_one_front_to_the_other(
     [folder] = (tmp_path / "runs").glob("digits-*")
     assert_equal_bits(folder / "model.pt", undisturbed)
     assert not [*folder.rglob("*.ckpt")]
+
+
+@pytest.mark.parametrize(("word", "reason"), [("{epochs: 3}", "is not JSON: "), ("missing.json", "No such file")])
+def test_an_option_that_cannot_be_read_is_a_sentence(word: str, reason: str, tmp_path: Path) -> None:
+    """The SDK would write its own error behind two prefixes."""
+    ended = run_task("training", "training", tmp_path, hp=word)
+    assert ended.exit_code == 1
+    assert f"Error: --hp {word}: {reason}" in ended.output
+    assert "Error invoking command" not in ended.output
