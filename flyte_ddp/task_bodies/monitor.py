@@ -87,4 +87,4 @@ def find_or_download_samples(source: WindowSource, download: Callable[[str, bool
 def raise_alarm(found: Window, window: WindowSource) -> None:
     """Raise UserError if the window is an alarm, unless ``window.fail_on_alarm`` is false."""
     if found.alarm and window.fail_on_alarm:
-        raise UserError(f"{found.address}: {found.describe()}; see the page of watch_champion")
+        raise UserError(f"{found.address}: {found.describe()}; see the page window.html")

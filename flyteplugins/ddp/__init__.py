@@ -3,11 +3,16 @@
 For Flyte 2. The outputs of the tasks are the return values of rank 0.
 """
 
+import os
+import signal
 from dataclasses import dataclass
 
+import click
 from flyte.extend import TaskPluginRegistry
 
+from flyte_ddp.core.errors import UserError, print_to_stderr
 from flyte_ddp.core.launch.supervise.stopping import forward_stop_signals
+from flyte_ddp.pods.outcomes import describe_ended_run
 from flyte_ddp.pods.platforms import is_in_pod
 from flyteplugins.ddp.task import DDPTask
 
@@ -28,12 +33,20 @@ class DDP:
     num_ranks: int = 0
 
     def __post_init__(self) -> None:
-        from flyte_ddp.core.errors import UserError
-
         if type(self.num_ranks) is not int or self.num_ranks < 0:
             raise UserError(f"num_ranks={self.num_ranks!r}: must be a number of ranks, or 0 for a rank on each GPU")
 
 
+def end_command(*_: object) -> None:
+    """End the process after a Ctrl-C, without waiting for the thread of the task."""
+    print_to_stderr(f"\n{describe_ended_run(KeyboardInterrupt())}")
+    os._exit(1)
+
+
 TaskPluginRegistry.register(DDP, DDPTask)
 if not is_in_pod():
-    forward_stop_signals()  # the body of a local run is not in the main thread
+    # The body of a local run is not in the main thread. After a Ctrl-C the SDK's command would end the main thread, and
+    # the body would fail in the middle of its work with tracebacks.
+    if click.get_current_context(silent=True) is not None:
+        signal.signal(signal.SIGINT, end_command)
+    forward_stop_signals()

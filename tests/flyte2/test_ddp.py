@@ -1,6 +1,7 @@
 """Users' own tasks of Flyte 2 with the configuration DDP, under ``flyte run --local`` and in pods."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -10,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from flyte2_cli import FLYTE, Flyte2Ended, run_task, stop, task_words
+from flyte2_cli import DEADLINE, FLYTE, Flyte2Ended, run_task, started, stop, task_words, wait_until
 from flyteidl2.core.execution_pb2 import ContainerError
 
 from flyte_ddp.core.errors import UserError
@@ -99,3 +100,17 @@ def test_a_wrong_number_of_ranks_is_refused(flyte2: dict[str, ModuleType]) -> No
     for wrong in (-1, 2.0, True, "2"):
         with pytest.raises(UserError, match="must be a number of ranks"):
             DDP(num_ranks=wrong)  # type: ignore[arg-type]
+
+
+def test_ctrl_c_outside_of_a_training_ends_the_command_at_once(tmp_path: Path) -> None:
+    """The SDK's command alone ends in tracebacks of the thread that runs the task."""
+    project = shutil.copytree(PROJECT, tmp_path / "project")
+    begun = tmp_path / "begun"
+    words = task_words("own2.py", "wait_for_ever", {"begun": begun})
+    with started(*words, home=tmp_path, directory=project) as running:
+        wait_until(lambda: begun.exists() or running.process.poll() is not None, DEADLINE)
+        os.killpg(running.process.pid, signal.SIGINT)
+        ended = running.wait()
+    assert ended.exit_code == 1, ended.output
+    assert "stopped by Ctrl-C; the same command will resume from its last checkpoint, if any" in ended.output
+    assert "Traceback" not in ended.output

@@ -11,6 +11,7 @@ from flyte.io import File
 
 import flyte_ddp
 from flyteplugins.ddp import DDP
+from flyteplugins.ddp.platform import task
 
 env = flyte.TaskEnvironment(name="own", plugin_config=DDP(num_ranks=2))
 
@@ -84,3 +85,14 @@ def go_on() -> int:
             rank.save(step, {"step": step})
         time.sleep(0.001)
     return step
+
+
+plain = flyte.TaskEnvironment(name="plain")
+
+
+@task(plain)
+def wait_for_ever(begun: str) -> int:
+    """Make the file ``begun``, and wait in this process, as a judgement does between two files."""
+    Path(begun).touch()
+    while True:
+        time.sleep(1)
