@@ -11,7 +11,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from flyte2_cli import DEADLINE, FLYTE, Flyte2Ended, run_task, started, stop, task_words, wait_until
+from cli import ROOT
+from flyte2_cli import DEADLINE, FLYTE, Flyte2Ended, flyte, run_task, started, stop, task_words, wait_until
 from flyteidl2.core.execution_pb2 import ContainerError
 
 from flyte_ddp.core.errors import UserError
@@ -114,3 +115,16 @@ def test_ctrl_c_outside_of_a_training_ends_the_command_at_once(tmp_path: Path) -
     assert ended.exit_code == 1, ended.output
     assert "stopped by Ctrl-C; the same command will resume from its last checkpoint, if any" in ended.output
     assert "Traceback" not in ended.output
+
+
+def test_the_program_of_the_page_runs_by_its_command(tmp_path: Path) -> None:
+    page = (ROOT / "docs/flyte2.md").read_text()
+    [program] = re.findall(r"^```python\n(# my_task\.py\n.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "my_task.py").write_text(program)
+    [words] = re.findall(r"^flyte (run --local my_task\.py .*)$", page, re.MULTILINE)
+    ended = flyte(*words.split(), home=tmp_path, directory=tmp_path)
+    assert ended.exit_code == 0, ended.output
+    assert "o0=200" in ended.output
+    [metrics] = (tmp_path / "runs").glob("*/metrics.jsonl")
+    losses = [record["loss"] for record in map(json.loads, metrics.read_text().splitlines()) if "loss" in record]
+    assert losses[-1] == 1 / 200
