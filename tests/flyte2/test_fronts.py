@@ -19,7 +19,7 @@ from flyte_ddp.run import run_training
 pytestmark = pytest.mark.slow
 HP = {"epochs": 2, "num_ranks": 2, "backend": "gloo"}
 FILES = ("model.pt", "model.json", "report.html", "metrics.jsonl")
-FRONTS = ("pyflyte", "flyte")
+FRONTS = (pytest.param("pyflyte", marks=pytest.mark.flytekit), "flyte")
 AGAIN = "is already finished; FLYTE_DDP_FROM_SCRATCH=yes before the command trains again"
 PYFLYTE_WORDS = ["run", WORKFLOWS, "training_wf", "--hp"]
 MISTAKES = {
@@ -87,7 +87,7 @@ def test_a_run_has_the_same_folder_and_the_same_bits_and_is_cached(
         assert_equal_bits(folder / "model.pt", expected)
 
 
-@pytest.mark.parametrize("front", [pytest.param("pyflyte", marks=pytest.mark.exhaustive), "flyte"])
+@pytest.mark.parametrize("front", [pytest.param("pyflyte", marks=[pytest.mark.exhaustive, pytest.mark.flytekit]), "flyte"])
 @pytest.mark.parametrize("hp", MISTAKES)
 def test_a_mistake_is_the_same_sentence_and_trains_nothing(front: str, hp: str, tmp_path: Path) -> None:
     """Other tests have the sentences of Flyte 1, too."""
@@ -102,6 +102,7 @@ def test_a_mistake_is_the_same_sentence_and_trains_nothing(front: str, hp: str, 
     assert not [*(tmp_path / "runs").rglob("model.pt")]
 
 
+@pytest.mark.flytekit
 def test_a_stopped_run_goes_on_from_one_front_to_the_other(
     undisturbed: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:

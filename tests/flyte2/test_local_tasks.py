@@ -28,6 +28,7 @@ def read_released(ended: Ended) -> dict[str, str]:
     return {name: found for name, _, found in re.findall(r"""(version|champion|outcome)=(['"])(.*?)\2""", line)}
 
 
+@pytest.mark.flytekit
 def test_one_registry_for_both_fronts(tmp_path: Path) -> None:
     """Flyte 2 releases. One front promotes and the other rolls back, and Flyte 2 evaluates, predicts and monitors."""
     runs = tmp_path / "runs"
