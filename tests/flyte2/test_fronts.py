@@ -87,7 +87,10 @@ def test_a_run_has_the_same_folder_and_the_same_bits_and_is_cached(
         assert_equal_bits(folder / "model.pt", expected)
 
 
-@pytest.mark.parametrize("front", [pytest.param("pyflyte", marks=[pytest.mark.exhaustive, pytest.mark.flytekit]), "flyte"])
+BY_FLYTE_1 = pytest.param("pyflyte", marks=[pytest.mark.exhaustive, pytest.mark.flytekit])
+
+
+@pytest.mark.parametrize("front", [BY_FLYTE_1, "flyte"])
 @pytest.mark.parametrize("hp", MISTAKES)
 def test_a_mistake_is_the_same_sentence_and_trains_nothing(front: str, hp: str, tmp_path: Path) -> None:
     """Other tests have the sentences of Flyte 1, too."""
