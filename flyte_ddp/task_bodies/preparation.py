@@ -6,8 +6,6 @@ from typing import NamedTuple
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.run_inputs import check_and_identify_run, identify_data
-from flyte_ddp.release.finished_run import FinishedRun
-from flyte_ddp.release.registry import Registry
 
 
 class TrainingInputs(NamedTuple):
@@ -37,10 +35,14 @@ def check_training_inputs(
         UserError: The hyperparameters, the name or the hardware are unfit, or the run is still active.
     """
     if model_name is not None:
+        from flyte_ddp.release.registry import Registry
+
         Registry(paths.read_registry_address(), model_name)  # raises UserError for an invalid name
     if not run:
         run_version, data_version = check_and_identify_run(hp, engine, kickoff_time)
         return TrainingInputs(hp, data_version, run_version)
+    from flyte_ddp.release.finished_run import FinishedRun
+
     finished = FinishedRun.read(run)
     finished.check_hyperparameters(hp)
     finished.check_weights()
