@@ -4,8 +4,6 @@
 # A slim Python is enough for GPUs: torch's own wheels bring CUDA, cuDNN and NCCL in the versions it was built with, and
 # the node's container runtime adds the driver's libraries. A CUDA base image would hold most of that a second time.
 FROM python:3.12.12-slim-bookworm AS dependencies
-# For Flyte 2: --build-arg LOCK=requirements-flyte2.lock
-ARG LOCK=requirements.lock
 
 # torch.compile builds its kernels when it runs, and needs a compiler for that on GPUs too. Debian removes superseded
 # versions from its mirrors, so a pinned one would break the build. KubeRay asks by wget whether its pods are well; without
@@ -17,11 +15,14 @@ RUN apt-get update && apt-get install --yes --no-install-recommends g++ wget && 
 # last one is still in the cache (also a mount, so hadolint's rule against caches in layers does not apply). pip compiles
 # to bytecode, which the user below could not save in this place. Older buildah and podman (1.28) overlook that the file
 # has changed (buildah's issue 5400): give them --no-cache.
+# For Flyte 2: --build-arg LOCK=requirements-flyte2.lock
+ARG LOCK=requirements.lock
 # hadolint ignore=DL3042
 RUN --mount=type=cache,target=/var/cache/pip \
-    --mount=type=bind,source=${LOCK},target=/tmp/requirements.lock \
+    --mount=type=bind,source=requirements.lock,target=/tmp/requirements.lock \
+    --mount=type=bind,source=requirements-flyte2.lock,target=/tmp/requirements-flyte2.lock \
     pip install --cache-dir /var/cache/pip --no-deps --require-hashes --root-user-action ignore \
-        --requirement /tmp/requirements.lock
+        --requirement "/tmp/$LOCK"
 
 # Flyte's plugin for Dask starts these two, which Dask has replaced by `dask scheduler` and `dask worker`.
 RUN for name in scheduler worker; do \

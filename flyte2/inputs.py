@@ -1,7 +1,7 @@
 """Inputs of tasks with many fields, such as the hyperparameters, in the form that Flyte 2 reads without losses.
 
-`flyte run` drops unknown fields of a dataclass without an error. It keeps all fields of these pydantic models, whose
-values are checked by the dataclass.
+`flyte run` drops unknown fields of a dataclass without an error. The pydantic models of this module keep all fields,
+and the dataclass checks the values.
 """
 
 import dataclasses

@@ -42,7 +42,7 @@ def make_triggers(workflow: str) -> tuple[Trigger, ...]:
 
 
 async def read_start_time() -> datetime:
-    """Return the time at which this run started, which is the same in all attempts. For a scheduled run, the tick.
+    """Return the start time of this run, equal in all attempts. For a scheduled run, the time of the tick.
 
     In a pod, may query the backend: v2.0.43 does not tell pods the time, and the SDK then gives 1 January 1970.
     """

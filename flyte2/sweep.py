@@ -1,6 +1,6 @@
 """A search for hyperparameters: many trials are trained briefly, and few of them to the end.
 
-Run it with ``flyte run --local flyte2/sweep.py sweep --sweep config/sweep.json``.
+Run it with ``flyte run --local flyte2/sweep.py sweep --sweep sweep.json``.
 """
 
 import asyncio

@@ -86,7 +86,10 @@ def make_launch_plan(schedule: Schedule, workflow: PythonFunctionWorkflow) -> La
 
 
 def describe_plan(schedule: Schedule) -> str:
-    """Return the values that are not defaults as JSON with the content of files, or why the plan is skipped."""
+    """Return the values of an entry that are not defaults, as JSON, or why its launch plan is skipped.
+
+    Reads the files that the entry names, and returns their content.
+    """
     if reason := describe_why_skipped(schedule.workflow):
         return f"is skipped: {reason}"
     values = json.loads(schedule.json())

@@ -1,4 +1,4 @@
-"""The entries of config/schedules.yaml: which workflow starts when, and with which inputs.
+"""The entries of config/schedules.yaml: workflows to start, with times and inputs.
 
 A front makes its schedules from the entries.
 """

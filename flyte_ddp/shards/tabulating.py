@@ -89,7 +89,7 @@ def hash_and_tabulate_shard(url: str, stopped: threading.Event, *, decode: bool 
         return is_label_member(member, url) or (decode and member.extension.rpartition(".")[2].lower() in IMAGES)
 
     def hash_and_tabulate_once(address: str) -> ScannedShard:
-        """Read the shard in one try.
+        """Read the shard at ``address`` in one try, and return its digests and the table of its samples.
 
         Raises:
             UnavailableError: The shard is unreadable or cut short.

@@ -1,4 +1,4 @@
-"""Train the trials of a sweep, plan its rungs, and write its page."""
+"""Plan the rungs of a sweep, train the trials, and write the page."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

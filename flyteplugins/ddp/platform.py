@@ -81,7 +81,7 @@ def task(environment: flyte.TaskEnvironment, **options: Any) -> Callable[[Callab
 
 @contextmanager
 def translate_errors() -> Iterator[None]:
-    """Raise errors of the block so that Flyte 2 retries exactly those after which a retry may succeed.
+    """Translate errors of the block, so that Flyte 2 retries only if a retry may succeed.
 
     Handles SIGTERM during the block, in the main thread.
     """
@@ -115,7 +115,9 @@ def end_after_final_errors() -> Iterator[None]:
 def is_worth_logging(record: logging.LogRecord) -> bool:
     """Return whether a log record of Flyte 2 tells more than the text of a mistake, which is shown anyway."""
     error = record.exc_info[1] if record.exc_info else None
-    return not (isinstance(error, FinalError) and error.is_mistake) and "skipping remaining retries" not in record.msg
+    return not (isinstance(error, FinalError) and error.is_mistake) and "skipping remaining retries" not in str(
+        record.msg
+    )
 
 
 logging.getLogger("flyte").addFilter(is_worth_logging)  # else Flyte 2 prints a traceback for each mistake

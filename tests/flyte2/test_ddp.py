@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -128,3 +129,19 @@ def test_the_program_of_the_page_runs_by_its_command(tmp_path: Path) -> None:
     [metrics] = (tmp_path / "runs").glob("*/metrics.jsonl")
     losses = [record["loss"] for record in map(json.loads, metrics.read_text().splitlines()) if "loss" in record]
     assert losses[-1] == 1 / 200
+
+
+def test_a_second_ctrl_c_ends_the_command_at_once(tmp_path: Path) -> None:
+    """The body has FLYTE_DDP_SAVE_SECONDS to save after the first one, and does not use them."""
+    project = shutil.copytree(PROJECT, tmp_path / "project")
+    begun = tmp_path / "begun"
+    words = task_words("own2.py", "never_save", {"begun": begun})
+    with started(*words, home=tmp_path, directory=project, FLYTE_DDP_SAVE_SECONDS="1000") as running:
+        wait_until(lambda: begun.exists() or running.process.poll() is not None, DEADLINE)
+        os.kill(running.process.pid, signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            running.process.wait(1)  # the kernel merges two signals that come at once
+        os.kill(running.process.pid, signal.SIGINT)
+        ended = running.wait()
+    assert ended.exit_code == 1, ended.output
+    assert "Traceback" not in ended.output

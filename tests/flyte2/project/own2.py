@@ -96,3 +96,16 @@ def wait_for_ever(begun: str) -> int:
     Path(begun).touch()
     while True:
         time.sleep(1)
+
+
+@env.task
+def never_save(begun: str) -> int:
+    """Save once, make the file ``begun``, and then look at no request to stop."""
+    rank = flyte_ddp.current_rank()
+    rank.join()
+    rank.load()
+    rank.save(1, {"done": 1})
+    rank.due()
+    Path(begun).touch()
+    while True:
+        time.sleep(1)

@@ -116,7 +116,8 @@ def catch_stop_signals() -> Iterator[StopRequest]:
 def forward_stop_signals() -> None:
     """Let stop signals reach runs in other threads than the main thread, for the rest of the process.
 
-    While no run is in another thread, a signal has its former effect. Outside the main thread, does nothing.
+    While no run is in another thread, a signal has its former effect, and so has a second Ctrl-C. Outside the main
+    thread, does nothing.
     """
     if threading.current_thread() is threading.main_thread():
         for number in list_stop_signals():
@@ -127,9 +128,13 @@ def make_forwarding_handler(former: StopHandler | int | None) -> StopHandler:
     """Return a handler that calls the handlers of runs in other threads, or without such a run has a former effect."""
 
     def handle(number: int, frame: FrameType | None) -> None:
-        for handler in [*_handlers_of_threads]:
-            handler(number, frame)
-        if _handlers_of_threads or former == signal.SIG_IGN:
+        handlers = [*_handlers_of_threads]
+        try:
+            for handler in handlers:
+                handler(number, frame)
+        except KeyboardInterrupt:  # a second Ctrl-C
+            handlers = []
+        if handlers or former == signal.SIG_IGN:
             return
         if callable(former):
             former(number, frame)
