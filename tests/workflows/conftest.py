@@ -76,7 +76,11 @@ def refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
             run(words, standalone_mode=False)
         return raised.value.format_message()
 
-    yield run_and_fail
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a temporary folder that flytekit leaves to the collection
-        gc.collect()
+    gc.disable()  # flytekit leaves a temporary folder to the collection, which warns: only the one below may find it
+    try:
+        yield run_and_fail
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            gc.collect()
+    finally:
+        gc.enable()

@@ -100,12 +100,13 @@ def wait_for_ever(begun: str) -> int:
 
 @env.task
 def never_save(begun: str) -> int:
-    """Save once, make the file ``begun``, and then look at no request to stop."""
+    """Save once, make the file ``begun`` on rank 0, and then look at no request to stop."""
     rank = flyte_ddp.current_rank()
     rank.join()
     rank.load()
     rank.save(1, {"done": 1})
-    rank.due()
-    Path(begun).touch()
+    rank.due()  # from here on, a request to stop waits for rank 0
+    if rank.rank == 0:
+        Path(begun).touch()
     while True:
         time.sleep(1)
