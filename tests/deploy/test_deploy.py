@@ -1,5 +1,6 @@
 """The register script, in a clone of its own; the image's recipe; the cluster's configuration."""
 
+import asyncio
 import json
 import os
 import re
@@ -100,6 +101,17 @@ LEFT_OUT = (
     *("kubeconfig.yaml", "credentials.json", "config/application_default_credentials.json", ".netrc", "cert.p12"),
     *("my-service-account.json", ".git-credentials", "wandb/notes.txt"),
 )
+
+
+def commit_secrets(clone: Path) -> None:
+    """Commit all changes, and files that pods must not get."""
+    for name in LEFT_OUT:
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        (clone / name).write_text("not for pods")
+    git(clone, "add", "--all")
+    git(clone, "commit", "--quiet", "--message", "A schedule of one's own, and secrets that are in the repository")
+
+
 COMPLETE = ["--config", "deploy/sandbox.yaml", "--image", "flyte-ddp:1", "--profile", "sandbox"]
 
 
@@ -161,11 +173,7 @@ def test_the_network_policy_admits_neighbours_and_operators_only() -> None:
 def test_a_dry_run_packs_all_sources_and_lists_what_would_be_trained(clone: Path, tmp_path: Path) -> None:
     with (clone / "config/schedules.yaml").open("a") as file:
         file.write(WEEKLY)
-    for name in LEFT_OUT:
-        (clone / name).parent.mkdir(parents=True, exist_ok=True)
-        (clone / name).write_text("not for pods")
-    git(clone, "add", "--all")
-    git(clone, "commit", "--quiet", "--message", "A schedule of one's own, and secrets that are in the repository")
+    commit_secrets(clone)
     environment = {"FLYTE_DDP_NODES": "2:4", "FLYTE_DDP_REGISTRY": "s3://bucket/models"}
     ended = register(clone, *COMPLETE, "--profile", "gpu", "--dry-run", **environment)
     assert ended.exit_code == 0, ended.output
@@ -191,6 +199,15 @@ def test_a_dry_run_packs_all_sources_and_lists_what_would_be_trained(clone: Path
     assert shown["hyperparameters"] == json.loads(smoke.json()), "the preset's content"
     assert shown["policy"] == {"rule": "not_worse"}
     assert last.startswith("Schedules are unchanged: add --activate")
+
+
+def test_flyte_2_sends_the_same_sources(clone: Path, tmp_path: Path) -> None:
+    """By ``flyte run --copy-style all``. Its patterns of .flyteignore match at any depth, those of flytekit do not."""
+    from flyte._code_bundle.bundle import build_code_bundle  # the SDK has no public function
+
+    commit_secrets(clone)
+    bundle = asyncio.run(build_code_bundle(clone, dryrun=True, copy_bundle_to=tmp_path, copy_style="all"))
+    assert packaged.names(Path(bundle.tgz)) == sources_of(clone) - {*LEFT_OUT, "examples/README.md"}
 
 
 def write_config(endpoint: str, file: Path) -> None:
