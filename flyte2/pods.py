@@ -21,6 +21,7 @@ from flyte_ddp.core.settings import (
 )
 from flyte_ddp.core.user_code.digest import library_digest
 from flyte_ddp.pods import environment
+from flyte_ddp.pods.environment import FROM_SCRATCH_VARIABLE
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.profiles import Profile, Size, divide_size, read_profile
 from flyte_ddp.pods.restricted_pod import make_restricted_pod_spec
@@ -44,12 +45,18 @@ class RestrictedPod(PodTemplate):
         return make_restricted_pod_spec(self.primary_container_name)
 
 
-def make_environment(name: str, size: Size, variables: dict[str, str], **options: Any) -> TaskEnvironment:
+def make_environment(
+    name: str,
+    size: Size,
+    variables: dict[str, str],
+    environment_class: type[TaskEnvironment] = TaskEnvironment,
+    **options: Any,
+) -> TaskEnvironment:
     """Return an environment whose pods have a size, and the variables of every pod in addition to ``variables``.
 
-    ``options`` are options of Flyte 2's TaskEnvironment, and replace the defaults.
+    ``options`` are options of ``environment_class``, and replace the defaults.
     """
-    return TaskEnvironment(
+    return environment_class(
         name=f"ddp-{name}",
         **{
             "image": IMAGE,
@@ -57,6 +64,7 @@ def make_environment(name: str, size: Size, variables: dict[str, str], **options
             "env_vars": {
                 "FLYTE_DISABLE_SENTRY": os.environ.get("FLYTE_DISABLE_SENTRY", "true"),
                 **environment.make_pod_environment(),
+                **({FROM_SCRATCH_VARIABLE: "yes"} if os.environ.get(FROM_SCRATCH_VARIABLE) else {}),
                 **variables,
             },
             "pod_template": read_text_variable("FLYTE_DDP_POD_TEMPLATE") or RestrictedPod(),
@@ -66,7 +74,10 @@ def make_environment(name: str, size: Size, variables: dict[str, str], **options
 
 
 def make_resources(size: Size, requests: Size | None = None, shared_memory: str | None = None) -> Resources:
-    """Return a size as Flyte 2's resources. None requests the limits, which avoids eviction for memory."""
+    """Return a size as Flyte 2's resources.
+
+    If ``requests`` is None, the requests equal the limits, so Kubernetes does not evict the pod for memory.
+    """
     least, gpu_type = requests or size, read_profile().gpu_type
     gpus = Device(size.gpus, "GPU", gpu_type) if size.gpus and gpu_type else size.gpus or None
     return Resources(
@@ -79,25 +90,36 @@ def make_resources(size: Size, requests: Size | None = None, shared_memory: str 
 
 
 def make_light_environment(name: str, disk: str = "") -> TaskEnvironment:
-    """Return the environment of tasks that check inputs or use the registry. "" requests the profile's disk size."""
+    """Return the environment of small pods, whose tasks check inputs, use the registry, or await other tasks.
+
+    If ``disk`` is empty, the disk has the size of the profile's ``light`` pods.
+    """
     light = read_profile().light
     limits = Size(cpu=light.cpu, memory=light.memory, ephemeral_storage=disk or light.ephemeral_storage)
     requests = Size(cpu="500m", memory="1Gi", ephemeral_storage=limits.ephemeral_storage)
-    variables = environment.read_settings_for_pods(REGISTRY_PODS)
+    # The pod of a task that awaits other tasks sends the environments of their pods, so it needs all settings.
+    variables = environment.read_settings_for_pods()
     return make_environment(name, limits, variables, resources=make_resources(limits, requests))
 
 
-def make_training_environment(profile: Profile) -> TaskEnvironment:
-    """Return the environment of training pods, with all GPUs of the profile and wandb's secret."""
+def make_training_environment(
+    name: str, profile: Profile, environment_class: type[TaskEnvironment] = TaskEnvironment, **options: Any
+) -> TaskEnvironment:
+    """Return the environment of training pods, with all GPUs of the profile, and with wandb's secret unless "off".
+
+    ``options`` are options of ``environment_class``, and replace the defaults.
+    """
     secret = environment.read_wandb_secret_id()
     return make_environment(
-        "training",
+        name,
         profile,
         environment.make_training_environment(),
+        environment_class,
         resources=make_resources(profile, shared_memory=profile.shared_memory),
         secrets=[Secret(secret[1], group=secret[0], as_env_var="WANDB_API_KEY")] if secret else None,
         interruptible=bool(profile.interruptible),
         **name_pod_template(profile),
+        **options,
     )
 
 
@@ -109,7 +131,7 @@ def make_prediction_environment(profile: Profile) -> TaskEnvironment:
     return make_environment("prediction", share, variables, **name_pod_template(profile))
 
 
-def name_pod_template(profile: Profile) -> dict[str, str]:
+def name_pod_template(profile: Profile) -> dict[str, Any]:
     return {"pod_template": profile.pod_template} if profile.pod_template else {}
 
 
@@ -119,13 +141,19 @@ PROFILE = read_profile()
 CHECKS = make_light_environment("checks")
 STORAGE = make_light_environment("storage", disk=PROFILE.data.ephemeral_storage)
 DATA = make_environment("data", PROFILE.data, {})
-TRAINING = make_training_environment(PROFILE)
+TRAINING = make_training_environment("training", PROFILE)
 PREDICTION = make_prediction_environment(PROFILE)
 CHECKS.depends_on = [STORAGE, DATA, TRAINING, PREDICTION]  # the tasks of CHECKS call tasks of these
 
 HOURS = timedelta(hours=read_number_variable("FLYTE_DDP_HOURS"))
 # Attempts without progress end earlier: CheckpointStore.refuse_futile_attempt.
 TRAINING_RETRIES = read_whole_number_variable("FLYTE_DDP_RETRIES")
+
+
+def training_options() -> dict[str, Any]:
+    """Return the options of the tasks that train."""
+    cache = cache_by_content(ignored_inputs=("data",))  # run_version identifies the data
+    return {"cache": cache, "retries": TRAINING_RETRIES, "timeout": HOURS, "report": True}
 
 
 def cache_by_content(ignored_inputs: tuple[str, ...] = (), code: str = "") -> Cache:
@@ -137,7 +165,7 @@ def cache_by_content(ignored_inputs: tuple[str, ...] = (), code: str = "") -> Ca
         ignored_inputs: Inputs that do not change the result.
         code: Digest of the source code ("": of the library).
     """
-    if os.environ.get(environment.FROM_SCRATCH_VARIABLE):
+    if os.environ.get(FROM_SCRATCH_VARIABLE):
         return Cache("disable")
     # Not the behavior "override", which never reads the cache of local runs.
     return Cache("auto", version_override=code or library_digest(), ignored_inputs=ignored_inputs, serialize=True)

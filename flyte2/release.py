@@ -95,7 +95,8 @@ def judge_model(
 ) -> Judged:
     """Compare a model with the champion on the test split of a data set, by the checks of a policy.
 
-    Promotes nothing. The registry counts the comparison. The verdict shows ``changes``, which are notes on the data.
+    Promotes nothing. The registry counts this use of the test split. The verdict shows ``changes``, which are warnings
+    about the data.
     """
     registry = bodies.open_registry(model_name)
     verdict, folder = bodies.judge_model(
@@ -122,8 +123,8 @@ async def release(
 ) -> Released:
     """Train a model, or load a finished run's, and promote the model if it passes all checks against the champion.
 
-    Returns the version of the model, the champion's version, and the decision with its reason. The registry keeps every
-    judged version. The report of judge_model is a page with all checks.
+    Each start of a release trains anew. Returns the version of the model, the champion's version, and the decision with
+    its reason. The registry keeps every judged version. The report of judge_model is a page with all checks.
 
     Args:
         model_name: Name of the model in the registry (FLYTE_DDP_REGISTRY), such as digits.

@@ -8,6 +8,7 @@ import flyte
 import flyte.remote
 from flyte import Cron, Trigger
 
+from flyte2.files import detect_outage
 from flyte2.inputs import to_input
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.pods.environment import REGISTRY_VARIABLE
@@ -20,9 +21,10 @@ ACTIVE = ("queued", "waiting_for_resources", "initializing", "running")
 
 
 def make_triggers(workflow: str) -> tuple[Trigger, ...]:
-    """Return the triggers of the task that stands for a workflow of the file. An entry without a cron has no times.
+    """Return the triggers of a task: one for each entry of config/schedules.yaml with this workflow.
 
-    Without FLYTE_DDP_REGISTRY, releases and watches have no triggers.
+    A trigger without a cron is started by people only. Without FLYTE_DDP_REGISTRY, releases and watches have no
+    triggers.
 
     Raises:
         UserError: An entry is invalid.
@@ -42,26 +44,41 @@ def make_triggers(workflow: str) -> tuple[Trigger, ...]:
 
 
 async def read_start_time() -> datetime:
-    """Return the start time of this run, equal in all attempts. For a scheduled run, the time of the tick.
+    """Return the start time of this run, which is equal in all attempts.
 
     In a pod, may query the backend: v2.0.43 does not tell pods the time, and the SDK then gives 1 January 1970.
+
+    Raises:
+        UnreachableError: The backend does not answer.
     """
     me: Any = flyte.ctx()
     time: datetime = me.run_start_time
-    if time == NO_SCHEDULE:
-        time = (await flyte.remote.Run.get.aio(me.action.run_name)).action.start_time
+    return await query_start_time(me.action.run_name) if time == NO_SCHEDULE else time
+
+
+async def query_start_time(run: str) -> datetime:
+    with detect_outage():
+        time: datetime = (await flyte.remote.Run.get.aio(run)).action.start_time
     return time
 
 
 async def refuse_overlap() -> None:
-    """Raise UserError if an earlier run of the same entry of the file is not over. Only in a scheduled run."""
+    """Raise UserError if an earlier run of the same trigger is still active.
+
+    Does nothing in a run without a trigger, and outside of pods.
+
+    Raises:
+        UserError: An earlier run is active. Of runs that started at the same time, the first by name counts as earlier.
+        UnreachableError: The backend does not answer.
+    """
     me: Any = flyte.ctx()
     name = (me.custom_context or {}).get(SCHEDULE) if is_in_pod() else None
     if name is None:
         return
-    time = await read_start_time()
-    # The backend rejects a filter by labels.
-    async for run in flyte.remote.Run.listall.aio(in_phase=ACTIVE, limit=MOST_RUNS):
-        is_other = run.name != me.action.run_name and run.pb2.action.metadata.trigger_name == name
-        if is_other and run.action.start_time <= time:
-            raise UserError(f"{name}: run {run.name} of the same schedule is not over; this run is skipped")
+    started = await query_start_time(me.action.run_name), me.action.run_name
+    with detect_outage():
+        # The backend rejects a filter by labels.
+        async for run in flyte.remote.Run.listall.aio(in_phase=ACTIVE, sort_by=("created_at", "asc"), limit=MOST_RUNS):
+            is_earlier = (run.action.start_time, run.name) < started
+            if is_earlier and run.pb2.action.metadata.trigger_name == name:
+                raise UserError(f"{name}: run {run.name} of the same schedule is not over; this run is skipped")

@@ -4,7 +4,7 @@ Run it with ``flyte run --local flyte2/sweep.py sweep --sweep sweep.json``.
 """
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import flyte.errors
 from flyte.io import Dir, File
@@ -38,14 +38,15 @@ def run_trial(trial: TrialResult, data: Dir) -> TrialResult:
     return bodies.run_trial(PLATFORM, trial, lambda: download(data))
 
 
-async def run_trial_if_possible(trial: TrialResult, data: Dir) -> TrialResult | None:
-    """Return the result of a trial. In a pod, returns None if the pods of the trial were lost in all attempts."""
+async def run_trial_or_record_failure(trial: TrialResult, data: Dir) -> TrialResult:
+    """Return the result of a trial. In a pod, the result has the error if all attempts of the trial have failed."""
     try:
         result: TrialResult = await run_trial(trial, data)
-    except flyte.errors.BaseRuntimeError:
-        if not is_in_pod():  # the failure of this machine ends a local run
+    except flyte.errors.BaseRuntimeError as error:
+        # The failure of this machine ends a local run, and a person may abort a trial to end the sweep.
+        if not is_in_pod() or isinstance(error, flyte.errors.ActionAbortedError):
             raise
-        return None
+        return replace(trial, failed=str(error))
     return result
 
 
@@ -72,7 +73,7 @@ async def sweep(sweep: SweepInput = SweepInput(), hp: HyperparametersInput = Hyp
     check_sweep(settings, checked.hp)
     planned = bodies.plan_rung(checked.hp, settings, checked.data_version, done=(), trials=(), results=())
     while planned.trials:
-        trials = [run_trial_if_possible(trial, checked.data) for trial in planned.trials]
+        trials = [run_trial_or_record_failure(trial, checked.data) for trial in planned.trials]
         results = await asyncio.gather(*trials) if is_in_pod() else [await trial for trial in trials]
         planned = bodies.plan_rung(
             checked.hp, settings, checked.data_version, done=planned.done, trials=planned.trials, results=results

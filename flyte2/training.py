@@ -5,6 +5,7 @@ Run it with ``flyte run --local flyte2/training.py training --hp '{"epochs": 2}'
 
 from dataclasses import dataclass
 from datetime import datetime
+from typing import TYPE_CHECKING
 
 from flyte.io import Dir, File
 
@@ -14,6 +15,9 @@ from flyte2.inputs import HyperparametersInput
 from flyte2.schedules import make_triggers, read_start_time, refuse_overlap
 from flyte_ddp.config import Hyperparameters
 from flyteplugins.ddp.platform import PLATFORM, task
+
+if TYPE_CHECKING:
+    from flyte_ddp.core.runs.work import Launch
 
 
 @dataclass
@@ -45,22 +49,23 @@ def fetch_dataset(dataset: str, data_source: str, test_dataset: str, data_versio
     return output_folder(find_or_fetch_data_set(dataset, data_source, test_dataset, data_version))
 
 
-@task(
-    pods.TRAINING,
-    cache=pods.cache_by_content(ignored_inputs=("data",)),  # run_version identifies the data
-    retries=pods.TRAINING_RETRIES,
-    timeout=pods.HOURS,
-    report=True,
-)
+@task(pods.TRAINING, **pods.training_options())
 def train_model(hp: Hyperparameters, data: Dir, run_version: str) -> TrainingOutputs:
     """Train a model with distributed data parallelism in a single pod, with a rank on each GPU, else on CPUs.
 
     If the folder of a local run already has the outputs, returns them without training. A pod resumes from the run's
     newest checkpoint, and publishes the report during training.
     """
+    return train_and_make_outputs(hp, data, run_version)
+
+
+def train_and_make_outputs(
+    hp: Hyperparameters, data: Dir, run_version: str, launch: "Launch | None" = None
+) -> TrainingOutputs:
+    """Train a model as :func:`train_model` does, and return the outputs. None launches the ranks in this pod."""
     from flyte_ddp.task_bodies.training import train_in_run_folder
 
-    result = train_in_run_folder(PLATFORM, hp, lambda: download(data), run_version)
+    result = train_in_run_folder(PLATFORM, hp, lambda: download(data), run_version, launch)
     return TrainingOutputs(
         epoch_accuracies=result.epoch_accuracies,
         model_state=output_file(result.model),
@@ -73,17 +78,19 @@ def train_model(hp: Hyperparameters, data: Dir, run_version: str) -> TrainingOut
 async def check_inputs(
     hp: Hyperparameters,
     *,
+    engine: str = "",
     kickoff_time: datetime | None = None,
     model_name: str | None = None,
     run: str = "",
 ) -> CheckedInputs:
     """Check hyperparameters, identify the run, and prepare the data, before any GPU pod starts.
 
-    A part of a task, not a task. If a data set is downloaded as a whole, the task fetch_dataset prepares the data on a
-    larger disk.
+    This function is called by tasks and is not a task. If a data set is downloaded as a whole, the task fetch_dataset
+    prepares the data on a larger disk.
 
     Args:
         hp: Hyperparameters of the run.
+        engine: elastic, or "" for a single pod.
         kickoff_time: Time of a schedule, for which the run is separate from other runs. None for no schedule.
         model_name: Name of a model in the registry. None for a training without a release.
         run: Folder or address of a finished run. Its hyperparameters replace ``hp``, and nothing is to be trained.
@@ -92,10 +99,10 @@ async def check_inputs(
     from flyte_ddp.pods.run_inputs import find_or_fetch_data_set
     from flyte_ddp.task_bodies.preparation import check_training_inputs
 
-    hp, data_version, run_version = check_training_inputs(hp, kickoff_time, "", model_name, run)
+    hp, data_version, run_version = check_training_inputs(hp, kickoff_time, engine, model_name, run)
     data_inputs = (hp.dataset, hp.data_source, hp.test_dataset, data_version)
     if needs_no_download(hp.dataset):
-        data = output_folder(find_or_fetch_data_set(*data_inputs, sample=hp.sample))
+        data = output_folder(find_or_fetch_data_set(*data_inputs, sample=hp.sample), data_version)
     else:
         data = await fetch_dataset(*data_inputs)
     return CheckedInputs(hp, data, data_version, run_version)
@@ -120,7 +127,7 @@ async def training(hp: HyperparametersInput = HyperparametersInput()) -> Trainin
 
 @task(pods.CHECKS, retries=pods.RETRIES, triggers=make_triggers("retraining_wf"))
 async def retraining(hp: HyperparametersInput = HyperparametersInput()) -> TrainingOutputs:
-    """Train a model again for each start of a run, even if nothing else has changed.
+    """Train a model anew at each start, even if nothing has changed.
 
     Args:
         hp: Model, data and training settings. Omitted fields have their defaults.

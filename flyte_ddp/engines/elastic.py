@@ -11,7 +11,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
@@ -44,9 +44,11 @@ if TYPE_CHECKING:
 
 RUN_ID = "TORCHELASTIC_RUN_ID"  # environment variable of the processes that Elastic starts
 KEY_VARIABLE = "FLYTE_DDP_ELASTIC_KEY"
+STORE_SECONDS = 60.0  # for Elastic's store to accept a connection
 RANK_0_SECONDS = 3600.0  # for rank 0 to accept other ranks, because rank 0 may have to fetch the data first
 POLL_SECONDS = 0.1
 NEVER_SECONDS = 1_000_000
+OVER = "flyte-ddp over"  # key in Elastic's store
 
 
 def plan_world(request: Request, num_ranks: int, on_this_host: int) -> World:
@@ -162,8 +164,8 @@ def supervise_torchrun_workers(work: Work) -> None:
 def follow() -> None:
     """Wait for the launcher in rank 0's worker, and run a rank for the launcher under this worker of Elastic.
 
-    Waits until the run is over. If the run has failed, raises the run's error. At the end kills the processes that were
-    started during the call.
+    Waits until the run is over, or until rank 0's worker calls :func:`release_followers`. If the run has failed, raises
+    the run's error. At the end kills the processes that were started during the call.
 
     Raises:
         UnreachableError: Rank 0's worker cannot be reached within an hour.
@@ -171,9 +173,13 @@ def follow() -> None:
     """
     from flyte_ddp.engines.elastic_node import find_ticket
 
-    store, place = connect_to_store(RANK_0_SECONDS), read_worker_place()
+    # By default, Elastic's agent has the store. Otherwise rank 0 makes the store.
+    agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store, place = connect_to_store(STORE_SECONDS if agent_has_store else RANK_0_SECONDS), read_worker_place()
     deadline = time.monotonic() + RANK_0_SECONDS
     while time.monotonic() < deadline:
+        if store.check([OVER]):
+            return
         # All workers reach MASTER_ADDR, where the store is.
         if (ticket := find_ticket(store, place, read_shared_secret(), os.environ["MASTER_ADDR"])) is not None:
             with open_local_folder(ticket) as folder:
@@ -189,6 +195,17 @@ def follow() -> None:
         f"rank {place.rank} could not connect to rank 0 within {RANK_0_SECONDS:g} s; rank 0's host must be reachable "
         f"from this host on any port, and {KEY_VARIABLE}, if set, must be the same on both hosts"
     )
+
+
+def release_followers() -> None:
+    """Let the other workers of Elastic return from :func:`follow`, even if this worker has launched no run.
+
+    Does nothing if Elastic's store is lost, because then the other workers return anyway.
+    """
+    from torch.distributed import DistError
+
+    with suppress(DistError):
+        connect_to_store(STORE_SECONDS).set(OVER, "")
 
 
 def serve_as_agent(info: RankInfo, pipe: Connection, folder: Path) -> None:

@@ -37,16 +37,19 @@ def raise_pod_terminated(*_: object) -> None:
 
 
 @contextmanager
-def raise_retryable_errors(platform: Platform) -> Iterator[None]:
+def raise_retryable_errors(
+    platform: Platform, on_sigterm: Callable[..., object] = raise_pod_terminated
+) -> Iterator[None]:
     """In a pod, replace an exception after which a retry may succeed by the platform's retryable error.
 
-    Handles SIGTERM during the block, in the main thread: in a pod by a retryable error, in a local run by StoppedError.
-    Other exceptions pass unchanged. Before the block, a pod compares the library's code with the registered code.
+    Handles SIGTERM during the block, in the main thread, by ``on_sigterm``. The default raises a retryable error in a
+    pod, and StoppedError in a local run. Other exceptions pass unchanged. Before the block, a pod compares the
+    library's code with the registered code.
 
     Raises:
         UserError: The library's code in this pod differs from the registered code.
     """
-    with use_signal_handlers({signal.SIGTERM: raise_pod_terminated}):
+    with use_signal_handlers({signal.SIGTERM: on_sigterm}):
         try:
             if is_in_pod():
                 environment.refuse_unregistered_code()

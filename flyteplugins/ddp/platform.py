@@ -1,12 +1,14 @@
 """Flyte 2 as the platform that runs tasks, and a decorator of tasks.
 
 The body of a task runs in the main thread of its pod. Flyte 2 runs a plain function in another thread, where Python
-handles no signals, so the body would not notice SIGTERM. Therefore each task is an ``async`` function.
+handles no signals, so the body would not notice SIGTERM. Therefore each task is an ``async`` function. A task that
+awaits other tasks must not raise an error at SIGTERM, because the SDK would then abort the other tasks.
 """
 
 import inspect
 import logging
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -21,7 +23,8 @@ from flyte_ddp.core.errors import RankError, StoppedError
 from flyte_ddp.pods.environment import FROM_SCRATCH_VARIABLE
 from flyte_ddp.pods.outcomes import describe_ended_run, print_held_outcome
 from flyte_ddp.pods.platforms import is_in_pod
-from flyte_ddp.pods.retries import raise_retryable_errors
+from flyte_ddp.pods.retries import raise_pod_terminated, raise_retryable_errors
+from flyteplugins.ddp.clustered import report_from_first_worker
 
 
 class Flyte2:
@@ -36,7 +39,7 @@ class Flyte2:
         return flyte.ctx().raw_data_path.path
 
     def publish_page(self, title: str, html: str) -> None:
-        """Set a tab of the task's report, and in a pod upload the report. If the task has no report, do nothing."""
+        """Set a tab of the task's report, and in a pod upload the report."""
         flyte.report.get_tab(title).replace(html)
         if is_in_pod():
             flyte.report.flush()
@@ -70,22 +73,29 @@ def task(environment: flyte.TaskEnvironment, **options: Any) -> Callable[[Callab
         @wraps(function)
         async def run(*args: Any, **kwargs: Any) -> Any:
             print_held_outcome()
-            with translate_errors():
-                value = function(*args, **kwargs)
-                return await value if inspect.isawaitable(value) else value
+            if not inspect.iscoroutinefunction(function):
+                with translate_errors():
+                    return function(*args, **kwargs)
+            with translate_errors(exit_at_sigterm):
+                return await function(*args, **kwargs)
 
         return environment.task(**options)(run)
 
     return make_task
 
 
+def exit_at_sigterm(*_: object) -> None:
+    """End this process at once, so that the awaited tasks go on. The task's next attempt finds the awaited tasks."""
+    os._exit(128 + signal.SIGTERM)
+
+
 @contextmanager
-def translate_errors() -> Iterator[None]:
+def translate_errors(on_sigterm: Callable[..., object] = raise_pod_terminated) -> Iterator[None]:
     """Translate errors of the block, so that Flyte 2 retries only if a retry may succeed.
 
-    Handles SIGTERM during the block, in the main thread.
+    Handles SIGTERM during the block, in the main thread, by ``on_sigterm``. The default raises a retryable error.
     """
-    with end_after_final_errors(), raise_retryable_errors(PLATFORM):
+    with report_from_first_worker(), end_after_final_errors(), raise_retryable_errors(PLATFORM, on_sigterm):
         yield
 
 
@@ -93,8 +103,8 @@ def translate_errors() -> Iterator[None]:
 def end_after_final_errors() -> Iterator[None]:
     """Raise FinalError for an error of the block after which a retry cannot succeed.
 
-    Flyte 2 would retry after any other error. The error of an awaited task is final, because all its attempts have
-    failed. Errors of Flyte 2's own system pass unchanged.
+    Flyte 2 would retry after any other error. The error of an awaited task is final, because all attempts of that task
+    have failed. Errors of Flyte 2's system pass unchanged.
     """
     try:
         yield

@@ -15,7 +15,18 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.run import run_training
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-NAMES = ("training", "release", "prediction", "monitor", "sweep", "shards", "pods", "schedules", "inputs")
+NAMES = (
+    "training",
+    "elastic_training",
+    "release",
+    "prediction",
+    "monitor",
+    "sweep",
+    "shards",
+    "pods",
+    "schedules",
+    "inputs",
+)
 
 
 @pytest.fixture(scope="session")

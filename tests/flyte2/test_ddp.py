@@ -95,6 +95,26 @@ def test_in_pods_a_lost_rank_is_retried_and_a_users_exception_is_final(
     assert 'raise LookupError("rank 1 cannot do that")' in failed.error.message, "with its traceback"
 
 
+def test_a_pod_that_awaits_a_task_leaves_the_task_running_at_sigterm(
+    flyte2: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pod reports nothing, so Flyte 2 starts another attempt, which finds the awaited task by its inputs."""
+    from flyte2_pod import Pods  # imports flyte
+
+    monkeypatch.syspath_prepend(PROJECT)
+    begun = tmp_path / "begun"
+
+    def terminate(process: subprocess.Popen[bytes]) -> None:
+        wait_until(lambda: begun.exists() or process.poll() is not None, DEADLINE)
+        process.terminate()
+
+    task = import_module("own2").wait_for_another_task
+    ended = Pods(tmp_path, PROJECT).run(task, {"begun": str(begun)}, during=terminate)
+    assert ended.exit_code == 128 + signal.SIGTERM, ended.log
+    assert ended.error is None
+    assert begun.exists(), "nothing was cancelled"
+
+
 def test_a_wrong_number_of_ranks_is_refused(flyte2: dict[str, ModuleType]) -> None:
     from flyteplugins.ddp import DDP
 

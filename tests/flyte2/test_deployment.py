@@ -2,7 +2,11 @@
 
 import asyncio
 import inspect
+import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import is_dataclass
 from datetime import UTC, datetime, timedelta
@@ -11,7 +15,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from cli import ROOT
+from cli import HELPERS, ROOT
 from flyte2_cli import flyte
 
 from flyte_ddp.config import Hyperparameters
@@ -87,9 +91,10 @@ def test_training_is_retried_cached_by_its_code_and_has_the_profiles_size(wires:
     assert [*wires["fetch_dataset"].metadata.cache_ignore_input_vars] == ["data_source"]
     assert wires["profile_dataset"].metadata.discovery_version == package_digest()
     assert [name for name, wire in wires.items() if wire.metadata.discoverable] == [
-        *("fetch_dataset", "train_model", "profile_dataset")
+        *("fetch_dataset", "train_model", "train_on_elastic", "profile_dataset")
     ]
     assert (train.metadata.retries.retries, driver.metadata.retries.retries) == (100, 2)
+    assert wires["promote"].metadata.retries.retries == 2
     assert train.metadata.timeout.seconds == 24 * 3600
     assert train.metadata.generates_deck.value
     resources = read_container(train)["resources"]
@@ -100,6 +105,52 @@ def test_training_is_retried_cached_by_its_code_and_has_the_profiles_size(wires:
     for name in ("judge_model", "carry_out_verdict", "promote", "rollback", "monitor", "predict"):
         variables = {each["name"]: each["value"] for each in read_container(wires[name])["env"]}
         assert variables["FLYTE_DDP_REGISTRY"] == "s3://bucket/models", name
+
+
+def read_wires(variables: dict[str, str]) -> Any:
+    """Return what a process with these variables would send to Flyte 2, from flyte2_wires.py."""
+    system = {name: value for name, value in os.environ.items() if not name.startswith(("FLYTE", "WANDB"))}
+    command = [sys.executable, str(HELPERS / "flyte2_wires.py")]
+    paths = os.pathsep.join([str(ROOT), str(HELPERS)])
+    ended = subprocess.run(
+        command, cwd=ROOT, env={**system, "PYTHONPATH": paths, **variables}, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout)
+
+
+def test_tasks_that_a_pod_awaits_have_the_settings_of_the_deployment() -> None:
+    """The SDK makes the pod of an awaited task from the variables of the pod that awaits."""
+    settings = {
+        "FLYTE_DDP_PROFILE": "gpu-a100",
+        "FLYTE_DDP_NODES": "3",
+        "FLYTE_DDP_RETRIES": "7",
+        "FLYTE_DDP_HOURS": "5",
+        "FLYTE_DDP_POD_TEMPLATE": "mine",
+        "FLYTE_DDP_WANDB_SECRET": "group/key",
+        "FLYTE_DDP_REGISTRY": "s3://bucket/models",
+        "FLYTE_DDP_CHECKPOINTS": "s3://bucket/checkpoints",
+        "FLYTE_DDP_CHECKPOINT_SECONDS": "9",
+        "FLYTE_DDP_RESULTS": "s3://bucket/results",
+        "FLYTE_DDP_FROM_SCRATCH": "yes",
+        "WANDB_PROJECT": "project",
+    }
+    sent = read_wires(settings)
+    train = sent["wires"]["ddp-training.train_model"]["taskTemplate"]
+    assert (train["metadata"]["retries"], train["metadata"]["timeout"]) == ({"retries": 7}, "18000s")
+    assert {"key": "WANDB_PROJECT", "value": "project"} in train["container"]["env"]
+    assert "discoverable" not in train["metadata"]
+    elastic = sent["wires"]["ddp-elastic.train_on_elastic"]["taskTemplate"]
+    assert (elastic["type"], elastic["custom"]["replicas"], elastic["custom"]["nprocPerNode"]) == (
+        "clustered-task",
+        3,
+        8,
+    )
+
+    from_pod = read_wires({**sent["variables"], "FLYTE_INTERNAL_EXECUTION_ID": "r1"})
+    awaited = {name for name in sent["wires"] if not name.startswith("ddp-checks.")}
+    assert len(awaited) > 5
+    assert {name: from_pod["wires"][name] for name in awaited} == {name: sent["wires"][name] for name in awaited}
 
 
 def test_outputs_are_one_dataclass_whose_fields_have_names(flyte2: Modules) -> None:
@@ -227,7 +278,8 @@ ME = ("me", "nightly", 0)
     ("others", "scheduled", "refused"),
     [
         ([("before", "nightly", -60)], True, True),
-        ([("same_time", "nightly", 0)], True, True),
+        ([("a_name_before_mine", "nightly", 0)], True, True),
+        ([("z", "nightly", 0)], True, False),
         ([("later", "nightly", 60)], True, False),
         ([("other", "hourly", -60)], True, False),
         ([], True, False),
@@ -243,7 +295,7 @@ def test_a_run_is_refused_while_an_earlier_one_of_its_schedule_is_active(
     scheduled: bool,
     refused: bool,
 ) -> None:
-    """If the pod was not told the start of its run, the control plane is asked."""
+    """Of two runs at the same time, exactly one is refused."""
     from flyteidl2.common.phase_pb2 import ActionPhase
 
     schedules, plane = flyte2["schedules"], ControlPlane([ME, *others])

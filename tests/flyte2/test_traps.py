@@ -10,7 +10,9 @@ import click
 import pytest
 from flyte2_cli import run_task
 
+from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import MachineError, RankError, RankLostError, StoppedError, UnreachableError, UserError
+from flyte_ddp.sweep.halving import TrialResult
 
 Modules = dict[str, ModuleType]
 
@@ -51,6 +53,54 @@ FAILURES = [
     StoppedError("SIGTERM", step=3),
     UnreachableError("s3://bucket does not answer"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("error", "retried"),
+    [(ConnectionError("refused"), True), (FileNotFoundError("s3://bucket/x"), False), (PermissionError("no"), False)],
+    ids=repr,
+)
+def test_an_outage_of_the_blob_store_is_retried(
+    flyte2: Modules, translate: Callable[..., BaseException], error: Exception, retried: bool, monkeypatch
+) -> None:
+    """The SDK raises the errors of its clients of blob stores, which have no common type."""
+    from flyte.io import File
+
+    def fail(self: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(File, "download_sync", fail)
+    monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", "r1")
+    monkeypatch.delenv("FLYTE_DDP_CODE", raising=False)
+    with pytest.raises((UserError, OSError)) as raised:
+        flyte2["training"].download(File(path="s3://bucket/x"))
+    assert is_retried(translate(raised.value)) is retried
+
+
+@pytest.mark.parametrize(
+    ("error", "recorded"),
+    [("OOMError", True), ("RuntimeSystemError", True), ("ActionAbortedError", False)],
+)
+def test_a_sweep_goes_on_without_a_trial_whose_attempts_have_failed(
+    flyte2: Modules, error: str, recorded: bool, monkeypatch
+) -> None:
+    """A person aborts a trial to end the sweep."""
+    import flyte.errors
+
+    kind = getattr(flyte.errors, error)
+    raised = kind("why") if error == "ActionAbortedError" else kind("CODE", "why")
+
+    async def fail(*_: Any) -> Any:
+        raise raised
+
+    sweep, trial = flyte2["sweep"], TrialResult(0, Hyperparameters(), "run", 1)
+    monkeypatch.setattr(sweep, "run_trial", fail)
+    monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", "r1")
+    if recorded:
+        assert asyncio.run(sweep.run_trial_or_record_failure(trial, None)).failed == "why"
+    else:
+        with pytest.raises(flyte.errors.ActionAbortedError):
+            asyncio.run(sweep.run_trial_or_record_failure(trial, None))
 
 
 @pytest.mark.parametrize("error", MISTAKES, ids=repr)

@@ -72,11 +72,7 @@ class Pods:
             environment: Variables that replace or extend the container's.
             during: Is called with the pod's process.
         """
-        pod = self.folder / f"pod{len([*self.folder.glob('pod*')])}"
-        for name in ("home", "outputs"):
-            (pod / name).mkdir(parents=True)
-        written = asyncio.run(convert_from_native_to_inputs(task.native_interface, **inputs))
-        (pod / "inputs.pb").write_bytes(written.proto_inputs.SerializeToString())
+        pod = self.make_folder(task, inputs)
         with (pod / "log").open("wb") as output:
             process = subprocess.Popen(
                 [*wrapper, *make_command(task, pod, execution, self.sources)],
@@ -94,14 +90,16 @@ class Pods:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             raise
-        left = {path.name: path.read_bytes() for path in (pod / "outputs").glob("*.*")}
-        return PodEnded(
-            exit_code,
-            (pod / "log").read_text(),
-            outputs=read_outputs(left["outputs.pb"]) if "outputs.pb" in left else None,
-            error=ErrorDocument.FromString(left["error.pb"]).error if "error.pb" in left else None,
-            report=left["report.html"].decode() if "report.html" in left else None,
-        )
+        return read_pod(pod, exit_code, (pod / "log").read_text())
+
+    def make_folder(self, task: Any, inputs: Mapping[str, Any]) -> Path:
+        """Make the folder of another pod, with the task's inputs, and return the folder."""
+        pod = self.folder / f"pod{len([*self.folder.glob('pod*')])}"
+        for name in ("home", "outputs"):
+            (pod / name).mkdir(parents=True)
+        written = asyncio.run(convert_from_native_to_inputs(task.native_interface, **inputs))
+        (pod / "inputs.pb").write_bytes(written.proto_inputs.SerializeToString())
+        return pod
 
     def make_environment(self, task: Any, pod: Path, execution: str, attempt: int) -> dict[str, str]:
         """Return the variables that Flyte's backend, the image and the container's specification set."""
@@ -124,6 +122,18 @@ class Pods:
             **(task.env_vars or {}),
             "FLYTE_DDP_CHECKPOINTS": str(self.checkpoints),
         }
+
+
+def read_pod(pod: Path, exit_code: int, log: str) -> PodEnded:
+    """Read the files that a pod left in its output folder."""
+    left = {path.name: path.read_bytes() for path in (pod / "outputs").glob("*.*")}
+    return PodEnded(
+        exit_code,
+        log,
+        outputs=read_outputs(left["outputs.pb"]) if "outputs.pb" in left else None,
+        error=ErrorDocument.FromString(left["error.pb"]).error if "error.pb" in left else None,
+        report=left["report.html"].decode() if "report.html" in left else None,
+    )
 
 
 def make_command(task: Any, pod: Path, execution: str, sources: Path) -> list[str]:

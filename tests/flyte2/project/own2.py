@@ -1,5 +1,6 @@
 """A user's own tasks of Flyte 2, whose bodies run on ranks."""
 
+import asyncio
 import os
 import signal
 import time
@@ -96,6 +97,21 @@ def wait_for_ever(begun: str) -> int:
     Path(begun).touch()
     while True:
         time.sleep(1)
+
+
+@task(plain)
+async def wait_for_another_task(begun: str) -> int:
+    """Make the file ``begun``, and wait as for an awaited task. If the waiting is cancelled, delete the file.
+
+    The SDK would abort the awaited task.
+    """
+    Path(begun).touch()
+    try:
+        await asyncio.sleep(1000)
+    except asyncio.CancelledError:
+        Path(begun).unlink()
+        raise
+    return 0
 
 
 @env.task

@@ -1,0 +1,59 @@
+"""Ranks in the pods of a clustered task of Flyte 2, which is a JobSet of Kubernetes with ``torchrun`` in each pod."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import click
+
+from flyte_ddp.core.errors import print_to_stderr
+
+if TYPE_CHECKING:
+    from flyte_ddp.core.runs.work import Launch
+
+RUN_ID = "TORCHELASTIC_RUN_ID"  # environment variable of the processes that torchrun starts
+MARKERS = ("FLYTE_CLUSTERED_WORKER", RUN_ID)  # variables by which the SDK detects a clustered worker
+
+
+@contextmanager
+def open_launcher(prepare_pod: Callable[[], object] = lambda: None) -> Iterator["Launch"]:
+    """Yield the launcher of the task's ranks, on this machine or in all workers of a clustered task.
+
+    In the worker with rank 0, runs the block. In any other worker, runs a rank until the run is over, and then ends the
+    process. The first worker of each other pod calls ``prepare_pod`` before its rank starts.
+    """
+    from flyte_ddp.engines import elastic
+
+    if RUN_ID not in os.environ:
+        yield elastic.launch
+    elif elastic.is_leader():
+        try:
+            yield elastic.launch
+        finally:
+            elastic.release_followers()
+    else:
+        if os.environ["LOCAL_RANK"] == "0" and os.environ["GROUP_RANK"] != "0":
+            prepare_pod()
+        try:
+            elastic.follow()
+        except click.ClickException as error:  # which the worker with rank 0 reports
+            print_to_stderr(error.format_message())
+        raise SystemExit(0)
+
+
+@contextmanager
+def report_from_first_worker() -> Iterator[None]:
+    """In a clustered task, let the worker with rank 0 report an error of the block like a task with a single pod.
+
+    SDK 2.12.1 ends a clustered worker with exit code 1 after an error. Backend v2.0.43 then does not read the error,
+    and retries also after a final error. Therefore this function deletes the variables by which the SDK detects a
+    clustered worker. In any other worker, the error passes unchanged.
+    """
+    try:
+        yield
+    except Exception:
+        if RUN_ID in os.environ and os.environ["RANK"] == "0":
+            for name in MARKERS:
+                os.environ.pop(name, None)
+        raise

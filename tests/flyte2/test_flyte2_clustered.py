@@ -1,0 +1,122 @@
+"""A clustered task of Flyte 2 on two hosts: the pods of its JobSet, with their commands, variables and names."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+from flyte2_cli import LONG, assert_equal_bits
+from flyteidl2.core.execution_pb2 import ContainerError
+from hosts import Host, two_hosts
+from processes import wait_until
+
+from flyte_ddp.config import Hyperparameters
+
+pytestmark = pytest.mark.slow
+Modules = dict[str, ModuleType]
+NAME = "r1-a1-0"
+FIRST = f"{NAME}-workers-0-0.{NAME}.flyte2.svc.cluster.local"  # the name of the first pod in the cluster's DNS
+SECONDS = 300.0  # for a machine that is busy
+
+
+class JobSet:
+    """The two pods of an attempt, which share the blob store and nothing else. Each pod has one rank on one core."""
+
+    def __init__(self, pods: Any, task: Any, inputs: dict[str, Any], hosts: tuple[Host, Host], attempt: int) -> None:
+        from flyte2_pod import make_command
+
+        self.hosts, self.folder = hosts, pods.make_folder(task, inputs)
+        cores = sorted(os.sched_getaffinity(0))
+        command = make_command(task, self.folder, "r1", pods.sources)
+        environment = pods.make_environment(task, self.folder, "r1", attempt)
+        self.pods: list[subprocess.Popen[bytes]] = []
+        for index, host in enumerate(hosts):
+            own = self.folder / host.name
+            (own / "home").mkdir(parents=True)
+            names = own / "hosts"
+            names.write_text(f"127.0.0.1 localhost\n{host.address} {host.name}\n{hosts[0].address} {FIRST}\n")
+            jobset = {
+                "HOME": str(own / "home"),
+                "TMPDIR": str(own),
+                "JOBSET_NAME": NAME,
+                "POD_NAMESPACE": "flyte2",
+                "JOB_COMPLETION_INDEX": str(index),
+                "JOBSET_RESTART_ATTEMPT": "0",
+                "JOBSET_MAX_RESTARTS": "0",
+                "NNODES": "2",
+                "NPROC_PER_NODE": "1",
+                "MASTER_PORT": "29500",
+                "RDZV_BACKEND": "static",
+            }
+            core = ("taskset", "--cpu-list", str(cores[index % len(cores)]))
+            log = own / "log"
+            self.pods.append(host.start([*core, *command], log, {**environment, **jobset}, names=names))
+
+    def lose_second(self) -> None:
+        """Kill all processes of the second pod, and end the first pod as JobSet does then."""
+        self.hosts[1].kill_all()
+        os.killpg(self.pods[0].pid, signal.SIGTERM)
+
+    def wait(self) -> Any:
+        """Wait for the end of both pods, and return the exit code of the first pod and the files of both pods."""
+        codes = [pod.wait(SECONDS) for pod in self.pods]
+        from flyte2_pod import read_pod
+
+        return read_pod(self.folder, codes[0], "\n".join(path.read_text() for path in self.folder.glob("*/log")))
+
+
+Start = Callable[..., JobSet]
+
+
+@pytest.fixture
+def start(flyte2: Modules, tmp_path: Path, digits: Path) -> Iterator[Start]:
+    """Start an attempt of the training on two pods."""
+    from flyte.io import Dir
+    from flyte2_pod import Pods
+
+    pods = Pods(tmp_path)
+    with two_hosts() as hosts:
+
+        def start_attempt(attempt: int = 0, **changes: Any) -> JobSet:
+            hp = Hyperparameters(**{**LONG, **changes})
+            inputs = {"hp": hp, "data": Dir(path=str(digits)), "run_version": "run"}
+            return JobSet(pods, flyte2["elastic_training"].train_on_elastic, inputs, hosts, attempt)
+
+        yield start_attempt
+
+
+def test_after_a_lost_pod_the_next_attempt_ends_with_the_weights_of_an_undisturbed_run(
+    start: Start, tmp_path: Path, undisturbed: dict[str, torch.Tensor]
+) -> None:
+    job = start()
+    saved = tmp_path / "store/checkpoints"
+    wait_until(lambda: bool({*saved.rglob("saved-*")}) or job.pods[0].poll() is not None, SECONDS)
+    job.lose_second()
+    lost = job.wait()
+    assert lost.outputs is None, lost.log
+    assert lost.error is None or lost.error.kind == ContainerError.RECOVERABLE, lost.log
+
+    ended = start(attempt=1).wait()
+    assert ended.exit_code == 0, ended.log
+    assert ended.error is None, ended.log
+    assert "found the checkpoint of attempt 0 of r1" in ended.log
+    outputs = msgpack.unpackb(ended.outputs["o0"].scalar.binary.value)
+    assert_equal_bits(Path(outputs["model_state"]["path"]), undisturbed)
+    assert ended.report is not None
+
+
+def test_a_mistake_is_final_and_ends_both_pods_at_once(start: Start) -> None:
+    """The backend reads the error only if the JobSet has completed."""
+    job = start(backend="nccl")
+    ended = job.wait()
+    assert [pod.returncode for pod in job.pods] == [0, 0], ended.log
+    assert ended.outputs is None
+    assert ended.error is not None, ended.log
+    assert ended.error.kind == ContainerError.NON_RECOVERABLE
+    assert ended.error.message.startswith("backend='nccl': this host has 0 GPU(s) for 1 Elastic workers")
