@@ -9,6 +9,7 @@ from flyte.io import Dir
 from flyte2 import pods
 from flyte2.files import download
 from flyte2.inputs import HyperparametersInput
+from flyte2.mistakes import exit_on_user_error
 from flyte2.schedules import make_triggers, refuse_overlap
 from flyte2.training import TrainingOutputs, check_inputs, train_and_make_outputs
 from flyte_ddp.config import Hyperparameters
@@ -17,13 +18,14 @@ from flyte_ddp.pods.profiles import ENGINES, read_node_range
 from flyteplugins.ddp.clustered import open_launcher
 from flyteplugins.ddp.platform import task
 
-ELASTIC = pods.make_training_environment(
-    "elastic",
-    pods.PROFILE,
-    ClusteredTaskEnvironment,
-    replicas=read_node_range()[1],
-    nproc_per_node=ENGINES["elastic"].ranks_per_node(pods.PROFILE),
-)
+with exit_on_user_error():
+    ELASTIC = pods.make_training_environment(
+        "elastic",
+        pods.PROFILE,
+        ClusteredTaskEnvironment,
+        replicas=read_node_range()[1],
+        nproc_per_node=ENGINES["elastic"].ranks_per_node(pods.PROFILE),
+    )
 pods.CHECKS.add_dependency(ELASTIC)
 
 

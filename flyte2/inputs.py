@@ -5,32 +5,19 @@ and the dataclass checks the values.
 """
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar
 
-import click
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation, create_model
 
+from flyte2.mistakes import exit_on_user_error
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.checks.fields import CheckedFields
-from flyte_ddp.core.errors import UserError
 from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.schedules.arguments import refuse_misread_arguments, refuse_unreadable_arguments
 from flyte_ddp.sweep.space import Sweep
 
 Form = TypeVar("Form", bound=CheckedFields)
-
-
-@contextmanager
-def end_command_after_mistakes() -> Iterator[None]:
-    """End the command `flyte` with the text of a UserError of the block. The SDK would write two prefixes before it."""
-    try:
-        yield
-    except UserError as error:
-        error.show()
-        raise click.exceptions.Exit(error.exit_code) from None
 
 
 class FormInput(BaseModel, Generic[Form]):
@@ -45,7 +32,7 @@ class FormInput(BaseModel, Generic[Form]):
 
         Ends the command if a value is not allowed, or if `flyte run` has misread an option, such as a duplicate key.
         """
-        with end_command_after_mistakes():
+        with exit_on_user_error():
             refuse_misread_arguments()
             values: Any = cls.kind.from_json(json_data)
             return cls(**dataclasses.asdict(values))
@@ -70,7 +57,7 @@ def make_input_model(kind: type[CheckedFields]) -> Any:
     return model
 
 
-with end_command_after_mistakes():
+with exit_on_user_error():
     refuse_unreadable_arguments()  # before the SDK reads the options
 HyperparametersInput = make_input_model(Hyperparameters)
 PolicyInput = make_input_model(Policy)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import flyte
 from flyte import Cache, Device, PodTemplate, Resources, Secret, TaskEnvironment
 
+from flyte2.mistakes import exit_on_user_error
 from flyte_ddp.core.settings import (
     REGISTRY_PODS,
     REQUESTED_GPUS,
@@ -135,19 +136,19 @@ def name_pod_template(profile: Profile) -> dict[str, Any]:
     return {"pod_template": profile.pod_template} if profile.pod_template else {}
 
 
-if not is_in_pod() and "--local" not in sys.argv and not {"run", "deploy"}.isdisjoint(sys.argv):
-    environment.check_settings_for_pods()
-PROFILE = read_profile()
-CHECKS = make_light_environment("checks")
-STORAGE = make_light_environment("storage", disk=PROFILE.data.ephemeral_storage)
-DATA = make_environment("data", PROFILE.data, {})
-TRAINING = make_training_environment("training", PROFILE)
-PREDICTION = make_prediction_environment(PROFILE)
-CHECKS.depends_on = [STORAGE, DATA, TRAINING, PREDICTION]  # the tasks of CHECKS call tasks of these
-
-HOURS = timedelta(hours=read_number_variable("FLYTE_DDP_HOURS"))
-# Attempts without progress end earlier: CheckpointStore.refuse_futile_attempt.
-TRAINING_RETRIES = read_whole_number_variable("FLYTE_DDP_RETRIES")
+with exit_on_user_error():
+    if not is_in_pod() and "--local" not in sys.argv and not {"run", "deploy"}.isdisjoint(sys.argv):
+        environment.check_settings_for_pods()
+    PROFILE = read_profile()
+    CHECKS = make_light_environment("checks")
+    STORAGE = make_light_environment("storage", disk=PROFILE.data.ephemeral_storage)
+    DATA = make_environment("data", PROFILE.data, {})
+    TRAINING = make_training_environment("training", PROFILE)
+    PREDICTION = make_prediction_environment(PROFILE)
+    CHECKS.depends_on = [STORAGE, DATA, TRAINING, PREDICTION]  # the tasks of CHECKS call tasks of these
+    HOURS = timedelta(hours=read_number_variable("FLYTE_DDP_HOURS"))
+    # Attempts without progress end earlier: CheckpointStore.refuse_futile_attempt.
+    TRAINING_RETRIES = read_whole_number_variable("FLYTE_DDP_RETRIES")
 
 
 def training_options() -> dict[str, Any]:

@@ -10,6 +10,7 @@ from flyte import Cron, Trigger
 
 from flyte2.files import detect_outage
 from flyte2.inputs import to_input
+from flyte2.mistakes import exit_on_user_error
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.pods.environment import REGISTRY_VARIABLE
 from flyte_ddp.pods.platforms import NO_SCHEDULE, is_in_pod
@@ -20,14 +21,14 @@ MOST_RUNS = 1000  # active runs of the project that are looked through
 ACTIVE = ("queued", "waiting_for_resources", "initializing", "running")
 
 
+@exit_on_user_error()
 def make_triggers(workflow: str) -> tuple[Trigger, ...]:
     """Return the triggers of a task: one for each entry of config/schedules.yaml with this workflow.
 
     A trigger without a cron is started by people only. Without FLYTE_DDP_REGISTRY, releases and watches have no
     triggers.
 
-    Raises:
-        UserError: An entry is invalid.
+    In the command ``flyte``, an invalid entry ends the command.
     """
     if workflow in (RELEASING, MONITORING) and not os.environ.get(REGISTRY_VARIABLE):
         return ()

@@ -56,6 +56,23 @@ FAILURES = [
 
 
 @pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("FLYTE_DDP_PROFILE", "x", "unknown FLYTE_DDP_PROFILE 'x': choose one of gpu, gpu-a100, local, sandbox"),
+        ("FLYTE_DDP_HOURS", "x", "FLYTE_DDP_HOURS='x': must be a number of at least 0"),
+    ],
+)
+def test_a_wrong_setting_ends_the_command_with_the_sentence_alone(
+    variable: str, value: str, said: str, tmp_path: Path
+) -> None:
+    """The SDK writes two prefixes before errors of an import."""
+    ended = run_task("training", "training", tmp_path, {variable: value})
+    assert ended.exit_code == 1
+    assert f"Error: {said}" in ended.output
+    assert "Error invoking command" not in ended.output
+
+
+@pytest.mark.parametrize(
     ("error", "retried"),
     [(ConnectionError("refused"), True), (FileNotFoundError("s3://bucket/x"), False), (PermissionError("no"), False)],
     ids=repr,
