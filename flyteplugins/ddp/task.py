@@ -40,7 +40,7 @@ def make_call(task: str, function: Callable[..., Any], inputs: dict[str, Any]) -
     """Return the Call by which each rank calls :func:`run_body` with a task's function and inputs.
 
     Raises:
-        UserError: The inputs cannot be pickled, or a module has changed.
+        UserError: The inputs cannot be pickled, or a module was changed after its import.
     """
     from flyte_ddp import calls
     from flyte_ddp.core.loops.call import Call
