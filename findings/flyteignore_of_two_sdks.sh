@@ -46,7 +46,7 @@ for pattern in ("runs", "/runs", "runs/**"):
     new = asyncio.run(build_code_bundle(here, dryrun=True, copy_bundle_to=parent, copy_style="all")).tgz
     print(f"{pattern:<10} {list_files(old):<30} {list_files(new)}")
 END
-"$folder/venv/bin/python" "$folder/list.py" 2> /dev/null | tee "$folder/seen"
+"$folder/venv/bin/python" "$folder/list.py" 2> "$folder/errors" | tee "$folder/seen" || cat "$folder/errors"
 diff "$folder/seen" - <<'END'
 pattern    flytekit sends                 flyte sends
 runs       package/runs/a.py              -

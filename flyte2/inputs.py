@@ -48,6 +48,7 @@ class FormInput(BaseModel, Generic[Form]):
 
 
 def make_input_model(kind: type[CheckedFields]) -> Any:
+    """Return a FormInput with the fields of a dataclass, whose values are not checked."""
     fields: dict[str, Any] = {  # whose values the dataclass checks
         field.name: (Annotated[field.type, SkipValidation], Field(field.default, description=field.metadata["doc"]))
         for field in dataclasses.fields(kind)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from pathlib import Path
 from flyte.io import Dir, File
 
 from flyte2 import pods
-from flyte2.files import detect_outage, download, output_folder
+from flyte2.files import download, output_folder
 from flyte2.inputs import WindowInput
 from flyte2.schedules import make_triggers, read_start_time, refuse_overlap
 from flyte_ddp.monitor.window import Window
@@ -33,9 +33,8 @@ def download_address(address: str, is_folder: bool) -> Path:
         FileNotFoundError: Nothing exists at the address.
     """
     value = (Dir if is_folder else File).from_existing_remote(address)
-    with detect_outage():
-        if not value.exists_sync():
-            raise FileNotFoundError(address)
+    if not value.exists_sync():
+        raise FileNotFoundError(address)
     return download(value)
 
 

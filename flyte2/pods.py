@@ -75,7 +75,7 @@ def make_environment(
 
 
 def make_resources(size: Size, requests: Size | None = None, shared_memory: str | None = None) -> Resources:
-    """Return a size as Flyte 2's resources.
+    """Return a size as Flyte 2's resources, with GPUs of the profile's type.
 
     If ``requests`` is None, the requests equal the limits, so Kubernetes does not evict the pod for memory.
     """
@@ -98,7 +98,7 @@ def make_light_environment(name: str, disk: str = "") -> TaskEnvironment:
     light = read_profile().light
     limits = Size(cpu=light.cpu, memory=light.memory, ephemeral_storage=disk or light.ephemeral_storage)
     requests = Size(cpu="500m", memory="1Gi", ephemeral_storage=limits.ephemeral_storage)
-    # The pod of a task that awaits other tasks sends the environments of their pods, so it needs all settings.
+    # A pod that awaits tasks describes the pods of these tasks, so the pod needs all settings.
     variables = environment.read_settings_for_pods()
     return make_environment(name, limits, variables, resources=make_resources(limits, requests))
 

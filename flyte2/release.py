@@ -73,7 +73,10 @@ def profile_dataset(data: Dir, data_version: str) -> DataProfile:
 def validate_dataset(
     data: Dir, profile: DataProfile, hp: Hyperparameters, model_name: str, policy: Policy
 ) -> list[str]:
-    """Reject data that should not be trained on, and return warnings of differences from the champion's data."""
+    """Reject data that should not be trained on, and return warnings of differences from the champion's data.
+
+    Also rejects a policy that does not fit the data, and a registry that cannot be written to.
+    """
     get_ids = partial(download_from_folder, data, validation.TEST_IDS)
     return validation.validate_dataset(
         PLATFORM, profile, hp, model_name=model_name, policy=policy, download_test_ids=get_ids
@@ -123,8 +126,8 @@ async def release(
 ) -> Released:
     """Train a model, or load a finished run's, and promote the model if it passes all checks against the champion.
 
-    Each start of a release trains anew. Returns the version of the model, the champion's version, and the decision with
-    its reason. The registry keeps every judged version. The report of judge_model is a page with all checks.
+    Without ``run``, each start trains anew. Returns the version of the model, the champion's version, and the decision
+    with its reason. The registry keeps every judged version. The report of judge_model is a page with all checks.
 
     Args:
         model_name: Name of the model in the registry (FLYTE_DDP_REGISTRY), such as digits.

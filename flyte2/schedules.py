@@ -8,7 +8,6 @@ import flyte
 import flyte.remote
 from flyte import Cron, Trigger
 
-from flyte2.files import detect_outage
 from flyte2.inputs import to_input
 from flyte2.mistakes import exit_on_user_error
 from flyte_ddp.core.errors import UserError
@@ -48,9 +47,6 @@ async def read_start_time() -> datetime:
     """Return the start time of this run, which is equal in all attempts.
 
     In a pod, may query the backend: v2.0.43 does not tell pods the time, and the SDK then gives 1 January 1970.
-
-    Raises:
-        UnreachableError: The backend does not answer.
     """
     me: Any = flyte.ctx()
     time: datetime = me.run_start_time
@@ -58,8 +54,7 @@ async def read_start_time() -> datetime:
 
 
 async def query_start_time(run: str) -> datetime:
-    with detect_outage():
-        time: datetime = (await flyte.remote.Run.get.aio(run)).action.start_time
+    time: datetime = (await flyte.remote.Run.get.aio(run)).action.start_time
     return time
 
 
@@ -70,16 +65,14 @@ async def refuse_overlap() -> None:
 
     Raises:
         UserError: An earlier run is active. Of runs that started at the same time, the first by name counts as earlier.
-        UnreachableError: The backend does not answer.
     """
     me: Any = flyte.ctx()
     name = (me.custom_context or {}).get(SCHEDULE) if is_in_pod() else None
     if name is None:
         return
     started = await query_start_time(me.action.run_name), me.action.run_name
-    with detect_outage():
-        # The backend rejects a filter by labels.
-        async for run in flyte.remote.Run.listall.aio(in_phase=ACTIVE, sort_by=("created_at", "asc"), limit=MOST_RUNS):
-            is_earlier = (run.action.start_time, run.name) < started
-            if is_earlier and run.pb2.action.metadata.trigger_name == name:
-                raise UserError(f"{name}: run {run.name} of the same schedule is not over; this run is skipped")
+    # The backend rejects a filter by labels.
+    async for run in flyte.remote.Run.listall.aio(in_phase=ACTIVE, sort_by=("created_at", "asc"), limit=MOST_RUNS):
+        is_earlier = (run.action.start_time, run.name) < started
+        if is_earlier and run.pb2.action.metadata.trigger_name == name:
+            raise UserError(f"{name}: run {run.name} of the same schedule is not over; this run is skipped")

@@ -4,7 +4,9 @@ Run it with ``flyte run --local flyte2/sweep.py sweep --sweep sweep.json``.
 """
 
 import asyncio
+from collections.abc import Coroutine
 from dataclasses import dataclass, replace
+from typing import Any
 
 import flyte.errors
 from flyte.io import Dir, File
@@ -43,11 +45,21 @@ async def run_trial_or_record_failure(trial: TrialResult, data: Dir) -> TrialRes
     try:
         result: TrialResult = await run_trial(trial, data)
     except flyte.errors.BaseRuntimeError as error:
-        # The failure of this machine ends a local run, and a person may abort a trial to end the sweep.
-        if not is_in_pod() or isinstance(error, flyte.errors.ActionAbortedError):
+        # The failure of this machine ends a local run. A person may abort a trial to end the sweep. An error with a
+        # cause is an error of the SDK in this pod, not the error that the backend reports of the trial.
+        if not is_in_pod() or isinstance(error, flyte.errors.ActionAbortedError) or error.__cause__ is not None:
             raise
-        return replace(trial, failed=str(error))
+        return replace(trial, failed=str(error) or error.code)
     return result
+
+
+async def wait_for_all(trials: list[Coroutine[Any, Any, TrialResult]]) -> list[TrialResult]:
+    """Run trials at the same time, and return the results. If a trial raises an error, the other trials still end."""
+    results = await asyncio.gather(*trials, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
 
 
 @task(pods.CHECKS, retries=pods.RETRIES, report=True)
@@ -74,7 +86,7 @@ async def sweep(sweep: SweepInput = SweepInput(), hp: HyperparametersInput = Hyp
     planned = bodies.plan_rung(checked.hp, settings, checked.data_version, done=(), trials=(), results=())
     while planned.trials:
         trials = [run_trial_or_record_failure(trial, checked.data) for trial in planned.trials]
-        results = await asyncio.gather(*trials) if is_in_pod() else [await trial for trial in trials]
+        results = await wait_for_all(trials) if is_in_pod() else [await trial for trial in trials]
         planned = bodies.plan_rung(
             checked.hp, settings, checked.data_version, done=planned.done, trials=planned.trials, results=results
         )

@@ -169,8 +169,19 @@ def follow() -> None:
 
     Raises:
         UnreachableError: Rank 0's worker cannot be reached within an hour.
-        RankError: Rank 0's worker is lost.
+        RankError: Rank 0's worker or Elastic's store is lost.
     """
+    from torch.distributed import DistError
+
+    try:
+        follow_launcher()
+    except DistError as lost:
+        what = f"lost the connection to Elastic's store ({type(lost).__name__}); see the log of rank 0's host"
+        raise RankError(what, recoverable=True) from None
+
+
+def follow_launcher() -> None:
+    """Do what :func:`follow` does. Raises DistError if Elastic's store is lost."""
     from flyte_ddp.engines.elastic_node import find_ticket
 
     # By default, Elastic's agent has the store. Otherwise rank 0 makes the store.

@@ -1,6 +1,7 @@
 """Ranks in the pods of a clustered task of Flyte 2, which is a JobSet of Kubernetes with ``torchrun`` in each pod."""
 
 import os
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -20,8 +21,9 @@ MARKERS = ("FLYTE_CLUSTERED_WORKER", RUN_ID)  # variables by which the SDK detec
 def open_launcher(prepare_pod: Callable[[], object] = lambda: None) -> Iterator["Launch"]:
     """Yield the launcher of the task's ranks, on this machine or in all workers of a clustered task.
 
-    In the worker with rank 0, runs the block. In any other worker, runs a rank until the run is over, and then ends the
-    process. The first worker of each other pod calls ``prepare_pod`` before its rank starts.
+    In the worker with rank 0, runs the block. In any other worker, runs a rank until the run is over, prints the run's
+    error, and ends the process with code 0. The first worker of each other pod calls ``prepare_pod`` before the rank
+    starts. An error of ``prepare_pod`` is only printed.
     """
     from flyte_ddp.engines import elastic
 
@@ -34,10 +36,13 @@ def open_launcher(prepare_pod: Callable[[], object] = lambda: None) -> Iterator[
             elastic.release_followers()
     else:
         if os.environ["LOCAL_RANK"] == "0" and os.environ["GROUP_RANK"] != "0":
-            prepare_pod()
+            try:
+                prepare_pod()
+            except Exception:  # if the rank cannot do without, the rank fails with an error for rank 0
+                traceback.print_exc()
         try:
             elastic.follow()
-        except click.ClickException as error:  # which the worker with rank 0 reports
+        except click.ClickException as error:  # which the worker with rank 0 reports, unless that worker is lost
             print_to_stderr(error.format_message())
         raise SystemExit(0)
 

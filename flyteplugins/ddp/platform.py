@@ -25,6 +25,7 @@ from flyte_ddp.pods.outcomes import describe_ended_run, print_held_outcome
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.retries import raise_pod_terminated, raise_retryable_errors
 from flyteplugins.ddp.clustered import report_from_first_worker
+from flyteplugins.ddp.outages import is_outage
 
 
 class Flyte2:
@@ -103,7 +104,8 @@ def translate_errors(on_sigterm: Callable[..., object] = raise_pod_terminated) -
 def end_after_final_errors() -> Iterator[None]:
     """Raise FinalError for an error of the block after which a retry cannot succeed.
 
-    Flyte 2 would retry after any other error. The error of an awaited task is final, because all attempts of that task
+    In a pod, raises RetryableError for an outage of a server that the SDK calls. Flyte 2 would retry after any other
+    error. The error of an awaited task is final, because all attempts of that task
     have failed. Errors of Flyte 2's system pass unchanged.
     """
     try:
@@ -119,6 +121,8 @@ def end_after_final_errors() -> Iterator[None]:
         raise FinalError(error.format_message(), type(error).__name__, is_mistake=True) from error
     except Exception as error:
         kind = type(error).__name__
+        if is_in_pod() and is_outage(error):
+            raise RetryableError("RecoverableError", f"{kind}: {error}") from error
         raise FinalError(f"{kind}: {error}", kind, is_mistake=False) from error
 
 

@@ -119,6 +119,7 @@ def read_wires(variables: dict[str, str]) -> Any:
     return json.loads(ended.stdout)
 
 
+@pytest.mark.slow
 def test_tasks_that_a_pod_awaits_have_the_settings_of_the_deployment() -> None:
     """The SDK makes the pod of an awaited task from the variables of the pod that awaits."""
     settings = {

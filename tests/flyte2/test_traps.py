@@ -55,6 +55,7 @@ FAILURES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variable", "value", "said"),
     [
@@ -72,15 +73,30 @@ def test_a_wrong_setting_ends_the_command_with_the_sentence_alone(
     assert "Error invoking command" not in ended.output
 
 
-@pytest.mark.parametrize(
-    ("error", "retried"),
-    [(ConnectionError("refused"), True), (FileNotFoundError("s3://bucket/x"), False), (PermissionError("no"), False)],
-    ids=repr,
-)
+def list_server_errors() -> list[tuple[BaseException, bool]]:
+    """Return errors of the SDK's clients of servers, and whether a retry may succeed."""
+    from connectrpc.code import Code
+    from connectrpc.errors import ConnectError
+    from obstore import exceptions
+
+    refused, forbidden = exceptions.GenericError("connection refused"), exceptions.PermissionDeniedError("403")
+    return [
+        (refused, True),
+        (ConnectError(Code.UNAVAILABLE, "refused"), True),
+        (ExceptionGroup("downloads", [refused, ConnectionResetError()]), True),
+        (ExceptionGroup("downloads", [refused, forbidden]), False),
+        (forbidden, False),
+        (ConnectError(Code.PERMISSION_DENIED, "no"), False),
+        (FileNotFoundError("s3://bucket/x"), False),
+        (PermissionError("no"), False),
+    ]
+
+
+@pytest.mark.parametrize(("error", "retried"), list_server_errors(), ids=repr)
 def test_an_outage_of_the_blob_store_is_retried(
     flyte2: Modules, translate: Callable[..., BaseException], error: Exception, retried: bool, monkeypatch
 ) -> None:
-    """The SDK raises the errors of its clients of blob stores, which have no common type."""
+    """The SDK raises the errors of its clients of servers, which have no common type."""
     from flyte.io import File
 
     def fail(self: Any) -> Any:
@@ -89,23 +105,29 @@ def test_an_outage_of_the_blob_store_is_retried(
     monkeypatch.setattr(File, "download_sync", fail)
     monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", "r1")
     monkeypatch.delenv("FLYTE_DDP_CODE", raising=False)
-    with pytest.raises((UserError, OSError)) as raised:
+    with pytest.raises(type(error)) as raised:
         flyte2["training"].download(File(path="s3://bucket/x"))
     assert is_retried(translate(raised.value)) is retried
 
 
 @pytest.mark.parametrize(
-    ("error", "recorded"),
-    [("OOMError", True), ("RuntimeSystemError", True), ("ActionAbortedError", False)],
+    ("error", "cause", "recorded"),
+    [
+        ("OOMError", None, True),
+        ("RuntimeSystemError", None, True),
+        ("RuntimeSystemError", OSError("no route"), False),
+        ("ActionAbortedError", None, False),
+    ],
 )
 def test_a_sweep_goes_on_without_a_trial_whose_attempts_have_failed(
-    flyte2: Modules, error: str, recorded: bool, monkeypatch
+    flyte2: Modules, error: str, cause: Exception | None, recorded: bool, monkeypatch
 ) -> None:
-    """A person aborts a trial to end the sweep."""
+    """A person aborts a trial to end the sweep. Errors with a cause are of the sweep's own pod."""
     import flyte.errors
 
     kind = getattr(flyte.errors, error)
     raised = kind("why") if error == "ActionAbortedError" else kind("CODE", "why")
+    raised.__cause__ = cause
 
     async def fail(*_: Any) -> Any:
         raise raised
@@ -116,8 +138,25 @@ def test_a_sweep_goes_on_without_a_trial_whose_attempts_have_failed(
     if recorded:
         assert asyncio.run(sweep.run_trial_or_record_failure(trial, None)).failed == "why"
     else:
-        with pytest.raises(flyte.errors.ActionAbortedError):
+        with pytest.raises(kind):
             asyncio.run(sweep.run_trial_or_record_failure(trial, None))
+
+
+def test_a_trial_that_fails_leaves_the_other_trials_to_their_end(flyte2: Modules) -> None:
+    """Otherwise the end of the event loop would cancel the other trials, and the SDK would abort their pods."""
+    ended = []
+
+    async def fail() -> Any:
+        raise LookupError("this pod's error")
+
+    async def take_longer() -> Any:
+        for _ in range(5):
+            await asyncio.sleep(0)
+        ended.append("other")
+
+    with pytest.raises(LookupError):
+        asyncio.run(flyte2["sweep"].wait_for_all([fail(), take_longer()]))
+    assert ended == ["other"]
 
 
 @pytest.mark.parametrize("error", MISTAKES, ids=repr)
