@@ -32,7 +32,8 @@ def torchrun(host: Host, first: Host, nodes: str, *, by_name: bool = False) -> l
         *("taskset", "--cpu-list", core),  # one for each rank, as in the run that this one is compared with
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", "1"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{name}:{PORT}", "--rdzv-id", "test"),
-        *("--rdzv-conf", f"is_host={int(host is first)},last_call_timeout=1,keep_alive_interval=1"),
+        # A host that joins after the last call makes torchrun's agents wait a minute for each other.
+        *("--rdzv-conf", f"is_host={int(host is first)},last_call_timeout=5,keep_alive_interval=1"),
         *("--local-addr", own, "--max-restarts", "2", "--monitor-interval", "0.1"),
     ]
 
