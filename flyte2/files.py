@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import flyte
+from flyte import storage
 from flyte.io import Dir, File
 
 from flyte_ddp.pods.platforms import is_in_pod
-from flyte_ddp.storage import join_address
 
 
 def output_file(path: Path) -> File:
@@ -19,7 +19,7 @@ def output_folder(path: Path, name: str = "") -> Dir:
 
     With a ``name``, all attempts of a run upload to the same address.
     """
-    address = join_address(flyte.ctx().run_base_dir, name) if name and is_in_pod() else None
+    address = storage.join(flyte.ctx().run_base_dir, name) if name and is_in_pod() else None
     return Dir.from_local_sync(path, remote_destination=address)
 
 

@@ -24,7 +24,7 @@ ACTIVE = ("queued", "waiting_for_resources", "initializing", "running")
 def make_triggers(workflow: str) -> tuple[Trigger, ...]:
     """Return the triggers of a task: one for each entry of config/schedules.yaml with this workflow.
 
-    A trigger without a cron is started by people only. Without FLYTE_DDP_REGISTRY, releases and watches have no
+    Only a person starts a trigger without a cron. Without FLYTE_DDP_REGISTRY, releases and watches have no
     triggers.
 
     In the command ``flyte``, an invalid entry ends the command.

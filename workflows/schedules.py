@@ -86,9 +86,9 @@ def make_launch_plan(schedule: Schedule, workflow: PythonFunctionWorkflow) -> La
 
 
 def describe_plan(schedule: Schedule) -> str:
-    """Return the values of an entry that are not defaults, as JSON, or why its launch plan is skipped.
+    """Return the values of a schedule that differ from the defaults, as JSON.
 
-    Reads the files that the entry names, and returns their content.
+    The JSON has the content of the files that the schedule names. If the launch plan is skipped, returns the reason.
     """
     if reason := describe_why_skipped(schedule.workflow):
         return f"is skipped: {reason}"

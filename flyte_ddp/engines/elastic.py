@@ -161,27 +161,30 @@ def supervise_torchrun_workers(work: Work) -> None:
         rendezvous.run_ranks(lambda: None)
 
 
-def follow() -> None:
-    """Wait for the launcher in rank 0's worker, and run a rank for the launcher under this worker of Elastic.
-
-    Waits until the run is over, or until rank 0's worker calls :func:`release_followers`. If the run has failed, raises
-    the run's error. At the end kills the processes that were started during the call.
-
-    Raises:
-        UnreachableError: Rank 0's worker cannot be reached within an hour.
-        RankError: Rank 0's worker or Elastic's store is lost.
-    """
+@contextmanager
+def detect_lost_store() -> Iterator[None]:
+    """Raise RankError if Elastic's store is lost during the block."""
     from torch.distributed import DistError
 
     try:
-        follow_launcher()
+        yield
     except DistError as lost:
         what = f"lost the connection to Elastic's store ({type(lost).__name__}); see the log of rank 0's host"
         raise RankError(what, recoverable=True) from None
 
 
-def follow_launcher() -> None:
-    """Do what :func:`follow` does. Raises DistError if Elastic's store is lost."""
+@detect_lost_store()
+def follow() -> None:
+    """Run the rank of this worker of Elastic, for the launcher in rank 0's worker.
+
+    Waits up to an hour for the launcher, and then without a limit until the run is over. Returns earlier if rank 0's
+    worker calls :func:`release_followers`. If the run has failed, raises the run's error. At the end kills the
+    processes that were started during the call.
+
+    Raises:
+        UnreachableError: Rank 0's worker cannot be reached within an hour.
+        RankError: Rank 0's worker or Elastic's store is lost.
+    """
     from flyte_ddp.engines.elastic_node import find_ticket
 
     # By default, Elastic's agent has the store. Otherwise rank 0 makes the store.

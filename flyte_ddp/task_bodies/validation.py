@@ -28,10 +28,10 @@ def validate_dataset(
     policy: Policy,
     download_test_ids: Callable[[], Path | None],
 ) -> list[str]:
-    """Reject data that should not be trained on, and return and print warnings of differences from the champion's data.
+    """Reject data that should not be trained on, and return warnings of differences from the champion's data.
 
-    Also rejects a policy that could not judge any model of this data. Also rejects a registry that cannot be written to
-    or whose log has a gap. Publishes a page with the profile.
+    Also rejects a policy that could not judge any model of this data. Queries the registry, and rejects a registry that
+    cannot be written to or whose log has a gap. Prints the warnings, and publishes a page with the profile.
 
     Args:
         platform: The platform that executes the task.

@@ -38,11 +38,11 @@ def open_launcher(prepare_pod: Callable[[], object] = lambda: None) -> Iterator[
         if os.environ["LOCAL_RANK"] == "0" and os.environ["GROUP_RANK"] != "0":
             try:
                 prepare_pod()
-            except Exception:  # if the rank cannot do without, the rank fails with an error for rank 0
+            except Exception:  # the rank then prepares the data, and reports an error through rank 0
                 traceback.print_exc()
         try:
             elastic.follow()
-        except click.ClickException as error:  # which the worker with rank 0 reports, unless that worker is lost
+        except click.ClickException as error:  # reported by the worker with rank 0, unless that worker is lost
             print_to_stderr(error.format_message())
         raise SystemExit(0)
 

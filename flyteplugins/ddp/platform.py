@@ -104,9 +104,9 @@ def translate_errors(on_sigterm: Callable[..., object] = raise_pod_terminated) -
 def end_after_final_errors() -> Iterator[None]:
     """Raise FinalError for an error of the block after which a retry cannot succeed.
 
-    In a pod, raises RetryableError for an outage of a server that the SDK calls. Flyte 2 would retry after any other
-    error. The error of an awaited task is final, because all attempts of that task
-    have failed. Errors of Flyte 2's system pass unchanged.
+    In a pod, raises RetryableError for an outage of a server that the SDK calls. The error of an awaited task is final,
+    because all attempts of that task have failed. Errors of Flyte 2's system pass unchanged. Flyte 2 would retry after
+    any error other than FinalError.
     """
     try:
         yield

@@ -203,7 +203,7 @@ def test_a_dry_run_packs_all_sources_and_lists_what_would_be_trained(clone: Path
 
 @pytest.mark.slow
 def test_flyte_2_sends_the_same_sources(clone: Path, tmp_path: Path) -> None:
-    """By ``flyte run --copy-style all``. Its patterns of .flyteignore match at any depth, those of flytekit do not."""
+    """Patterns of .flyteignore match at any depth for ``flyte run --copy-style all``, and at the top for flytekit."""
     from flyte._code_bundle.bundle import build_code_bundle  # the SDK has no public function
 
     commit_secrets(clone)

@@ -11,7 +11,7 @@ from typing import Any
 import msgpack
 import pytest
 import torch
-from flyte2_cli import LONG, assert_equal_bits
+from flyte2_cli import LONG, assert_equal_bits, kill_a_rank
 from flyteidl2.core.execution_pb2 import ContainerError
 from hosts import Host, two_hosts
 from processes import wait_until
@@ -47,6 +47,7 @@ class JobSet:
             jobset = {
                 "HOME": str(own / "home"),
                 "TMPDIR": str(own),
+                "FLYTE_DDP_RESTARTS": str(attempt),
                 "FLYTE_DDP_RUNS": str(self.folder / hosts[0].name / "runs"),
                 "JOBSET_NAME": NAME,
                 "POD_NAMESPACE": "flyte2",
@@ -100,21 +101,34 @@ def start(flyte2: Modules, tmp_path: Path, digits: Path) -> Iterator[Start]:
         yield start_attempt
 
 
-def test_after_a_lost_pod_the_next_attempt_ends_with_the_weights_of_an_undisturbed_run(
+def test_after_a_lost_pod_and_a_killed_rank_the_weights_are_those_of_an_undisturbed_run(
     start: Start, tmp_path: Path, undisturbed: dict[str, torch.Tensor]
 ) -> None:
+    """Another attempt follows the lost pod, and replaces the killed rank in place."""
+
+    def wait_for_another_save(job: JobSet) -> None:
+        before = {*(tmp_path / "store/checkpoints").rglob("saved-*")}
+        wait_until(
+            lambda: {*(tmp_path / "store/checkpoints").rglob("saved-*")} - before or job.pods[0].poll() is not None,
+            SECONDS,
+        )
+
     job = start()
-    saved = tmp_path / "store/checkpoints"
-    wait_until(lambda: bool({*saved.rglob("saved-*")}) or job.pods[0].poll() is not None, SECONDS)
+    wait_for_another_save(job)
     job.lose_second()
     lost = job.wait()
     assert lost.outputs is None, lost.log
     assert lost.error is None or lost.error.kind == ContainerError.RECOVERABLE, lost.log
 
-    ended = start(attempt=1).wait()
+    job = start(attempt=1)
+    wait_for_another_save(job)
+    kill_a_rank(job.pods[1].pid)
+    ended = job.wait()
     assert ended.exit_code == 0, ended.log
     assert ended.error is None, ended.log
     assert "found the checkpoint of attempt 0 of r1" in ended.log
+    assert "rank 1 was killed by SIGKILL" in ended.log
+    assert "(1 of 1)" in ended.log, "replaced in place"
     outputs = msgpack.unpackb(ended.outputs["o0"].scalar.binary.value)
     assert_equal_bits(Path(outputs["model_state"]["path"]), undisturbed)
     assert ended.report is not None

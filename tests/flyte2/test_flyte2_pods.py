@@ -14,11 +14,11 @@ from typing import Any
 import msgpack
 import pytest
 import torch
-from flyte2_cli import LONG, assert_equal_bits
+from flyte2_cli import LONG, assert_equal_bits, kill_a_rank
 from flyteidl2.core.execution_pb2 import ContainerError
 from processes import wait_until
 
-from benchmarks.running import descendants, process_name
+from benchmarks.running import descendants
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.pods.profiles import read_profile
 
@@ -50,11 +50,6 @@ def after_a_save(checkpoints: Path, action: Callable[[int], object]) -> During:
         action(process.pid)
 
     return disturb
-
-
-def kill_a_rank(pid: int) -> None:
-    [victim] = [each for each in descendants(pid) if process_name(each) == "rank 1"]
-    os.kill(victim, signal.SIGKILL)
 
 
 def test_a_pod_saves_at_sigterm_and_the_next_replaces_a_killed_rank(

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import click
@@ -140,6 +140,20 @@ def test_a_sweep_goes_on_without_a_trial_whose_attempts_have_failed(
     else:
         with pytest.raises(kind):
             asyncio.run(sweep.run_trial_or_record_failure(trial, None))
+
+
+def test_all_attempts_upload_prepared_data_to_the_same_address(flyte2: Modules, tmp_path: Path, monkeypatch) -> None:
+    """The SDK names an awaited task by its inputs, and chooses another address at each upload."""
+    from flyte.io import Dir
+
+    upload, asked = flyte2["training"].output_folder, []
+    monkeypatch.setattr(Dir, "from_local_sync", lambda path, remote_destination: asked.append(remote_destination))
+    monkeypatch.setattr("flyte.ctx", lambda: SimpleNamespace(run_base_dir="s3://bucket/run"))
+    upload(tmp_path, "datasets/digits-1")
+    monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", "r1")
+    upload(tmp_path, "datasets/digits-1")
+    upload(tmp_path)
+    assert asked == [None, "s3://bucket/run/datasets/digits-1", None]
 
 
 def test_a_trial_that_fails_leaves_the_other_trials_to_their_end(flyte2: Modules) -> None:

@@ -16,6 +16,8 @@ import torch
 from cli import ROOT, Ended, surroundings
 from processes import wait_until
 
+from benchmarks.running import descendants, process_name
+
 FLYTE = Path(sys.executable).with_name("flyte")
 DEADLINE = 300.0  # seconds, for a machine that is busy; a call takes 2 to 10
 LONG: dict[str, Any] = {"dataset": "digits", "num_ranks": 2, "epochs": 7, "batch_size": 64, "eval_interval": 7}
@@ -100,6 +102,12 @@ def stop(home: Path, command: Path, words: list[str], number: signal.Signals, di
         wait_until(lambda: find_checkpoints(home) - before or running.process.poll() is not None, DEADLINE)
         (os.killpg if number == signal.SIGINT else os.kill)(running.process.pid, number)
         return running.wait()
+
+
+def kill_a_rank(pid: int) -> None:
+    """Kill rank 1, which is a descendant of a process."""
+    [victim] = [each for each in descendants(pid) if process_name(each) == "rank 1"]
+    os.kill(victim, signal.SIGKILL)
 
 
 def assert_equal_bits(weights: Path, expected: dict[str, torch.Tensor]) -> None:

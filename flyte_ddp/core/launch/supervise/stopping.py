@@ -125,9 +125,14 @@ def forward_stop_signals() -> None:
 
 
 def make_forwarding_handler(former: StopHandler | int | None) -> StopHandler:
-    """Return a handler that calls the handlers of runs in other threads, or without such a run has a former effect."""
+    """Return a signal handler that passes signals on to the runs in other threads.
 
-    def handle(number: int, frame: FrameType | None) -> None:
+    Without such a run, and after a second Ctrl-C, the signal has the effect of ``former``, which is a handler, SIG_DFL,
+    SIG_IGN or None (a handler that Python does not know, replaced by SIG_DFL).
+    """
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        """Call the handlers of all runs in other threads, or have the former effect."""
         handlers = [*_handlers_of_threads]
         try:
             for handler in handlers:
@@ -142,7 +147,7 @@ def make_forwarding_handler(former: StopHandler | int | None) -> StopHandler:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
-    return handle
+    return pass_on
 
 
 def stop_error(number: signal.Signals, step: int | None) -> BaseException:
