@@ -8,11 +8,10 @@ from flyte.io import Dir
 
 from flyte2 import pods
 from flyte2.files import download
-from flyte2.inputs import HyperparametersInput
+from flyte2.inputs import HyperparametersInput, to_input
 from flyte2.mistakes import exit_on_user_error
 from flyte2.schedules import make_triggers, refuse_overlap
 from flyte2.training import TrainingOutputs, check_inputs, train_and_make_outputs
-from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.settings import read_settings
 from flyte_ddp.pods.profiles import ENGINES, read_node_range
 from flyteplugins.ddp.clustered import open_launcher
@@ -30,20 +29,21 @@ pods.CHECKS.add_dependency(ELASTIC)
 
 
 @task(ELASTIC, **pods.training_options())
-def train_on_elastic(hp: Hyperparameters, data: Dir, run_version: str) -> TrainingOutputs:
+def train_on_elastic(hp: HyperparametersInput, data: Dir, run_version: str) -> TrainingOutputs:
     """Train a model with distributed data parallelism on several nodes, with a rank on each GPU, else on CPUs.
 
     The worker with rank 0 launches the ranks of all pods, and returns the outputs of train_model. Each other worker
     runs a rank, and returns nothing.
     """
+    checked = hp.check()
 
     def link_data_for_ranks() -> None:
         from flyte_ddp.plans.data_on_host import link_data_into_host_cache
 
-        link_data_into_host_cache(hp, download(data), read_settings().cache_folder)
+        link_data_into_host_cache(checked, download(data), read_settings().cache_folder)
 
     with open_launcher(link_data_for_ranks) as launch:
-        return train_and_make_outputs(hp, data, run_version, launch)
+        return train_and_make_outputs(checked, data, run_version, launch)
 
 
 @task(pods.CHECKS, retries=pods.RETRIES, triggers=make_triggers("elastic_training_wf"))
@@ -58,4 +58,4 @@ async def elastic_training(hp: HyperparametersInput = HyperparametersInput()) ->
     """
     await refuse_overlap()
     checked = await check_inputs(hp.check(), engine="elastic")
-    return await train_on_elastic(checked.hp, checked.data, checked.run_version)
+    return await train_on_elastic(to_input(checked.hp), checked.data, checked.run_version)

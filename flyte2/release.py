@@ -11,14 +11,12 @@ from flyte.io import Dir, File
 
 from flyte2 import pods
 from flyte2.files import download, download_from_folder, output_file, output_folder
-from flyte2.inputs import HyperparametersInput, PolicyInput
+from flyte2.inputs import HyperparametersInput, PolicyInput, to_input
 from flyte2.schedules import make_triggers, read_start_time, refuse_overlap
 from flyte2.training import check_inputs, train_model
-from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.settings import read_settings
 from flyte_ddp.core.user_code.digest import package_digest
 from flyte_ddp.datasets.prepared_folder import DESCRIPTION
-from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.verdict import Verdict
 from flyte_ddp.schedules.entries import RELEASING
 from flyte_ddp.task_bodies import finished_run, validation
@@ -71,7 +69,7 @@ def profile_dataset(data: Dir, data_version: str) -> DataProfile:
 
 @task(pods.CHECKS, retries=pods.RETRIES, report=True)
 def validate_dataset(
-    data: Dir, profile: DataProfile, hp: Hyperparameters, model_name: str, policy: Policy
+    data: Dir, profile: DataProfile, hp: HyperparametersInput, model_name: str, policy: PolicyInput
 ) -> list[str]:
     """Reject data that should not be trained on, and return warnings of differences from the champion's data.
 
@@ -79,7 +77,7 @@ def validate_dataset(
     """
     get_ids = partial(download_from_folder, data, validation.TEST_IDS)
     return validation.validate_dataset(
-        PLATFORM, profile, hp, model_name=model_name, policy=policy, download_test_ids=get_ids
+        PLATFORM, profile, hp.check(), model_name=model_name, policy=policy.check(), download_test_ids=get_ids
     )
 
 
@@ -94,7 +92,7 @@ def load_finished_run(run: str, data: Dir) -> Model:
 
 @task(pods.PREDICTION, retries=pods.RETRIES, timeout=pods.HOURS, report=True)
 def judge_model(
-    model: Model, data: Dir, profile: DataProfile, model_name: str, policy: Policy, changes: list[str]
+    model: Model, data: Dir, profile: DataProfile, model_name: str, policy: PolicyInput, changes: list[str]
 ) -> Judged:
     """Compare a model with the champion on the test split of a data set, by the checks of a policy.
 
@@ -103,7 +101,7 @@ def judge_model(
     """
     registry = bodies.open_registry(model_name)
     verdict, folder = bodies.judge_model(
-        PLATFORM, model.download(), download(data), registry, policy, profile=profile, changes=changes
+        PLATFORM, model.download(), download(data), registry, policy.check(), profile=profile, changes=changes
     )
     return Judged(verdict.promotes, verdict, output_folder(folder))
 
@@ -136,16 +134,17 @@ async def release(
         run: Folder of a finished run to release without training, or its address, such as s3://bucket/runs/NAME.
     """
     await refuse_overlap()
-    requirements: Policy = policy.check()
+    policy.check()
     checked = await check_inputs(hp.check(), kickoff_time=await read_start_time(), model_name=model_name, run=run)
     profile = await profile_dataset(checked.data, checked.data_version)
-    changes = await validate_dataset(checked.data, profile, checked.hp, model_name, requirements)
+    hp = to_input(checked.hp)
+    changes = await validate_dataset(checked.data, profile, hp, model_name, policy)
     if checked.run_version:
-        trained = await train_model(checked.hp, checked.data, checked.run_version)
+        trained = await train_model(hp, checked.data, checked.run_version)
         model = Model(trained.model_state, trained.sidecar)
     else:
         model = await load_finished_run(run, checked.data)
-    judged = await judge_model(model, checked.data, profile, model_name, requirements, changes)
+    judged = await judge_model(model, checked.data, profile, model_name, policy, changes)
     return await carry_out_verdict(model, judged.verdict, judged.files, model_name)
 
 

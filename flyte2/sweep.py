@@ -13,7 +13,7 @@ from flyte.io import Dir, File
 
 from flyte2 import pods
 from flyte2.files import download, output_file
-from flyte2.inputs import HyperparametersInput, SweepInput
+from flyte2.inputs import HyperparametersInput, SweepInput, to_input
 from flyte2.schedules import make_triggers, refuse_overlap
 from flyte2.training import TrainingOutputs, check_inputs, train_model
 from flyte_ddp.config import Hyperparameters
@@ -63,9 +63,9 @@ async def wait_for_all(trials: list[Coroutine[Any, Any, TrialResult]]) -> list[T
 
 
 @task(pods.CHECKS, retries=pods.RETRIES, report=True)
-def report_sweep(done: list[TrialResult], sweep: Sweep, sidecar: File) -> File:
+def report_sweep(done: list[TrialResult], sweep: SweepInput, sidecar: File) -> File:
     """Write a sweep's page, also as the report, and the winner's hyperparameters as best.json."""
-    return output_file(bodies.write_sweep_page(PLATFORM, done, sweep, download(sidecar)))
+    return output_file(bodies.write_sweep_page(PLATFORM, done, sweep.check(), download(sidecar)))
 
 
 @task(pods.CHECKS, retries=pods.RETRIES, triggers=make_triggers(SWEEPING))
@@ -91,5 +91,5 @@ async def sweep(sweep: SweepInput = SweepInput(), hp: HyperparametersInput = Hyp
             checked.hp, settings, checked.data_version, done=planned.done, trials=planned.trials, results=results
         )
     won = await check_inputs(planned.best)
-    trained = await train_model(won.hp, won.data, won.run_version)
-    return SweepOutputs(planned.best, trained, await report_sweep(planned.done, settings, trained.sidecar))
+    trained = await train_model(to_input(won.hp), won.data, won.run_version)
+    return SweepOutputs(planned.best, trained, await report_sweep(planned.done, sweep, trained.sidecar))

@@ -11,7 +11,7 @@ from flyte.io import Dir, File
 
 from flyte2 import pods
 from flyte2.files import download, output_file, output_folder
-from flyte2.inputs import HyperparametersInput
+from flyte2.inputs import HyperparametersInput, to_input
 from flyte2.schedules import make_triggers, read_start_time, refuse_overlap
 from flyte_ddp.config import Hyperparameters
 from flyteplugins.ddp.platform import PLATFORM, task
@@ -50,13 +50,13 @@ def fetch_dataset(dataset: str, data_source: str, test_dataset: str, data_versio
 
 
 @task(pods.TRAINING, **pods.training_options())
-def train_model(hp: Hyperparameters, data: Dir, run_version: str) -> TrainingOutputs:
+def train_model(hp: HyperparametersInput, data: Dir, run_version: str) -> TrainingOutputs:
     """Train a model with distributed data parallelism in a single pod, with a rank on each GPU, else on CPUs.
 
     If the folder of a local run already has the outputs, returns them without training. A pod resumes from the run's
     newest checkpoint, and publishes the report during training.
     """
-    return train_and_make_outputs(hp, data, run_version)
+    return train_and_make_outputs(hp.check(), data, run_version)
 
 
 def train_and_make_outputs(
@@ -122,7 +122,7 @@ async def training(hp: HyperparametersInput = HyperparametersInput()) -> Trainin
     """
     await refuse_overlap()
     checked = await check_inputs(hp.check())
-    return await train_model(checked.hp, checked.data, checked.run_version)
+    return await train_model(to_input(checked.hp), checked.data, checked.run_version)
 
 
 @task(pods.CHECKS, retries=pods.RETRIES, triggers=make_triggers("retraining_wf"))
@@ -134,4 +134,4 @@ async def retraining(hp: HyperparametersInput = HyperparametersInput()) -> Train
     """
     await refuse_overlap()
     checked = await check_inputs(hp.check(), kickoff_time=await read_start_time())
-    return await train_model(checked.hp, checked.data, checked.run_version)
+    return await train_model(to_input(checked.hp), checked.data, checked.run_version)

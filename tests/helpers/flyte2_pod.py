@@ -94,10 +94,13 @@ class Pods:
 
     def make_folder(self, task: Any, inputs: Mapping[str, Any]) -> Path:
         """Make the folder of another pod, with the task's inputs, and return the folder."""
+        from flyte2.inputs import to_input
+
         pod = self.folder / f"pod{len([*self.folder.glob('pod*')])}"
         for name in ("home", "outputs"):
             (pod / name).mkdir(parents=True)
-        written = asyncio.run(convert_from_native_to_inputs(task.native_interface, **inputs))
+        values = {name: to_input(value) for name, value in inputs.items()}
+        written = asyncio.run(convert_from_native_to_inputs(task.native_interface, **values))
         (pod / "inputs.pb").write_bytes(written.proto_inputs.SerializeToString())
         return pod
 
