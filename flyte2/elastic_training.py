@@ -9,22 +9,20 @@ from flyte.io import Dir
 from flyte2 import pods
 from flyte2.files import download
 from flyte2.inputs import HyperparametersInput, to_input
-from flyte2.mistakes import exit_on_user_error
-from flyte2.schedules import make_triggers, refuse_overlap
+from flyte2.schedules import scheduled_task
 from flyte2.training import TrainingOutputs, check_inputs, train_and_make_outputs
 from flyte_ddp.core.settings import read_settings
 from flyte_ddp.pods.profiles import ENGINES, read_node_range
 from flyteplugins.ddp.clustered import open_launcher
 from flyteplugins.ddp.platform import task
 
-with exit_on_user_error():
-    ELASTIC = pods.make_training_environment(
-        "elastic",
-        pods.PROFILE,
-        ClusteredTaskEnvironment,
-        replicas=read_node_range()[1],
-        nproc_per_node=ENGINES["elastic"].ranks_per_node(pods.PROFILE),
-    )
+ELASTIC = pods.make_training_environment(
+    "elastic",
+    pods.PROFILE,
+    ClusteredTaskEnvironment,
+    replicas=read_node_range()[1],
+    nproc_per_node=ENGINES["elastic"].ranks_per_node(pods.PROFILE),
+)
 pods.CHECKS.add_dependency(ELASTIC)
 
 
@@ -46,7 +44,7 @@ def train_on_elastic(hp: HyperparametersInput, data: Dir, run_version: str) -> T
         return train_and_make_outputs(checked, data, run_version, launch)
 
 
-@task(pods.CHECKS, retries=pods.RETRIES, triggers=make_triggers("elastic_training_wf"))
+@scheduled_task(pods.CHECKS, "elastic_training_wf", retries=pods.RETRIES)
 async def elastic_training(hp: HyperparametersInput = HyperparametersInput()) -> TrainingOutputs:
     """Train a model on several nodes. A run with the same hyperparameters, data and code is answered from the cache.
 
@@ -56,6 +54,5 @@ async def elastic_training(hp: HyperparametersInput = HyperparametersInput()) ->
     Args:
         hp: Model, data and training settings. Omitted fields have their defaults.
     """
-    await refuse_overlap()
     checked = await check_inputs(hp.check(), engine="elastic")
     return await train_on_elastic(to_input(checked.hp), checked.data, checked.run_version)

@@ -6,6 +6,7 @@ import flyte
 from flyte import storage
 from flyte.io import Dir, File
 
+from flyte_ddp.core.errors import UserError
 from flyte_ddp.pods.platforms import is_in_pod
 
 
@@ -21,6 +22,13 @@ def output_folder(path: Path, name: str = "") -> Dir:
     """
     address = storage.join(flyte.ctx().run_base_dir, name) if name and is_in_pod() else None
     return Dir.from_local_sync(path, remote_destination=address)
+
+
+def check_paths_exist(**inputs: File | Dir | None) -> None:
+    """Raise UserError if a local path of an input does not exist. The names are the options of ``flyte run``."""
+    for name, value in inputs.items():
+        if value is not None and "://" not in value.path and not Path(value.path).exists():
+            raise UserError(f"--{name} {value.path!r}: no such file or folder; see --help")
 
 
 def download(value: File | Dir) -> Path:

@@ -9,12 +9,11 @@ from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation, create_model
 
-from flyte2.mistakes import exit_on_user_error
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.checks.fields import CheckedFields
 from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.release.policy import Policy
-from flyte_ddp.schedules.arguments import refuse_misread_arguments, refuse_unreadable_arguments
+from flyte_ddp.schedules.arguments import refuse_misread_arguments
 from flyte_ddp.sweep.space import Sweep
 
 Form = TypeVar("Form", bound=CheckedFields)
@@ -30,12 +29,12 @@ class FormInput(BaseModel, Generic[Form]):
     def model_validate_json(cls, json_data: Any, **_: Any) -> Self:
         """Return the model of a JSON text, for an option of `flyte run`.
 
-        Ends the command if a value is not allowed, or if `flyte run` has misread an option, such as a duplicate key.
+        Raises:
+            UserError: A value is not allowed, or `flyte run` has misread an option, such as a duplicate key.
         """
-        with exit_on_user_error():
-            refuse_misread_arguments()
-            values: Any = cls.kind.from_json(json_data)
-            return cls(**dataclasses.asdict(values))
+        refuse_misread_arguments()
+        values: Any = cls.kind.from_json(json_data)
+        return cls(**dataclasses.asdict(values))
 
     def check(self) -> Form:
         """Return the values as the dataclass.
@@ -58,8 +57,6 @@ def make_input_model(kind: type[CheckedFields]) -> Any:
     return model
 
 
-with exit_on_user_error():
-    refuse_unreadable_arguments()  # before the SDK reads the options
 HyperparametersInput = make_input_model(Hyperparameters)
 PolicyInput = make_input_model(Policy)
 SweepInput = make_input_model(Sweep)

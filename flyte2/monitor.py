@@ -11,11 +11,11 @@ from flyte.io import Dir, File
 from flyte2 import pods
 from flyte2.files import download, output_folder
 from flyte2.inputs import WindowInput
-from flyte2.schedules import make_triggers, read_start_time, refuse_overlap
+from flyte2.schedules import read_start_time, scheduled_task
 from flyte_ddp.monitor.window import Window
 from flyte_ddp.schedules.entries import MONITORING
 from flyte_ddp.task_bodies import monitor as bodies
-from flyteplugins.ddp.platform import PLATFORM, task
+from flyteplugins.ddp.platform import PLATFORM
 
 
 @dataclass
@@ -38,7 +38,7 @@ def download_address(address: str, is_folder: bool) -> Path:
     return download(value)
 
 
-@task(pods.PREDICTION, retries=pods.RETRIES, timeout=pods.HOURS, report=True, triggers=make_triggers(MONITORING))
+@scheduled_task(pods.PREDICTION, MONITORING, retries=pods.RETRIES, timeout=pods.HOURS, report=True)
 async def monitor(model_name: str, window: WindowInput = WindowInput()) -> Monitored:
     """Compare a window of new samples with the champion's held-out samples, and fail if columns move for long.
 
@@ -49,7 +49,6 @@ async def monitor(model_name: str, window: WindowInput = WindowInput()) -> Monit
         model_name: Name of the model in the registry (FLYTE_DDP_REGISTRY), such as digits.
         window: Where the new samples are, and perhaps their truth. Give images, a dataset or a table.
     """
-    await refuse_overlap()
     source, time = window.check(), await read_start_time()
     found, folder = bodies.watch_champion(PLATFORM, model_name, source, time, download_address)
     bodies.raise_alarm(found, source)

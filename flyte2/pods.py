@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import flyte
 from flyte import Cache, Device, PodTemplate, Resources, Secret, TaskEnvironment
 
-from flyte2.mistakes import exit_on_user_error
 from flyte_ddp.core.settings import (
     REGISTRY_PODS,
     REQUESTED_GPUS,
@@ -26,6 +25,7 @@ from flyte_ddp.pods.environment import FROM_SCRATCH_VARIABLE
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.profiles import Profile, Size, divide_size, read_profile
 from flyte_ddp.pods.restricted_pod import make_restricted_pod_spec
+from flyteplugins.ddp import is_local_command
 
 if TYPE_CHECKING:
     from kubernetes.client import V1PodSpec
@@ -136,19 +136,18 @@ def name_pod_template(profile: Profile) -> dict[str, Any]:
     return {"pod_template": profile.pod_template} if profile.pod_template else {}
 
 
-with exit_on_user_error():
-    if not is_in_pod() and "--local" not in sys.argv and not {"run", "deploy"}.isdisjoint(sys.argv):
-        environment.check_settings_for_pods()
-    PROFILE = read_profile()
-    CHECKS = make_light_environment("checks")
-    STORAGE = make_light_environment("storage", disk=PROFILE.data.ephemeral_storage)
-    DATA = make_environment("data", PROFILE.data, {})
-    TRAINING = make_training_environment("training", PROFILE)
-    PREDICTION = make_prediction_environment(PROFILE)
-    CHECKS.depends_on = [STORAGE, DATA, TRAINING, PREDICTION]  # the tasks of CHECKS call tasks of these
-    HOURS = timedelta(hours=read_number_variable("FLYTE_DDP_HOURS"))
-    # Attempts without progress end earlier: CheckpointStore.refuse_futile_attempt.
-    TRAINING_RETRIES = read_whole_number_variable("FLYTE_DDP_RETRIES")
+if not is_in_pod() and not is_local_command() and not {"run", "deploy"}.isdisjoint(sys.argv):
+    environment.check_settings_for_pods()
+PROFILE = read_profile()
+CHECKS = make_light_environment("checks")
+STORAGE = make_light_environment("storage", disk=PROFILE.data.ephemeral_storage)
+DATA = make_environment("data", PROFILE.data, {})
+TRAINING = make_training_environment("training", PROFILE)
+PREDICTION = make_prediction_environment(PROFILE)
+CHECKS.depends_on = [STORAGE, DATA, TRAINING, PREDICTION]  # the tasks of CHECKS call tasks of these
+HOURS = timedelta(hours=read_number_variable("FLYTE_DDP_HOURS"))
+# Attempts without progress end earlier: CheckpointStore.refuse_futile_attempt.
+TRAINING_RETRIES = read_whole_number_variable("FLYTE_DDP_RETRIES")
 
 
 def training_options() -> dict[str, Any]:

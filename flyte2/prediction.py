@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from flyte.io import Dir, File
 
 from flyte2 import pods
-from flyte2.files import download, output_file, output_folder
+from flyte2.files import check_paths_exist, download, output_file, output_folder
 from flyte_ddp.task_bodies import prediction
 from flyteplugins.ddp.platform import PLATFORM, task
 
@@ -51,6 +51,7 @@ def predict(
         table: File of new rows, read by the model's user-defined prepare, such as new.csv or s3://bucket/new.parquet.
         top_classes: How many of the likeliest classes or labels a row lists, of more than 100. 0 for a column for each.
     """
+    check_paths_exist(model_state=model_state, sidecar=sidecar, images=images, table=table)
     prediction.check_one_model_is_given(model_name, model_state, sidecar)
     written = prediction.predict(
         PLATFORM,

@@ -12,7 +12,7 @@ from flyte.io import Dir, File
 from flyte2 import pods
 from flyte2.files import download, download_from_folder, output_file, output_folder
 from flyte2.inputs import HyperparametersInput, PolicyInput, to_input
-from flyte2.schedules import make_triggers, read_start_time, refuse_overlap
+from flyte2.schedules import read_start_time, scheduled_task
 from flyte2.training import check_inputs, train_model
 from flyte_ddp.core.settings import read_settings
 from flyte_ddp.core.user_code.digest import package_digest
@@ -115,9 +115,9 @@ def carry_out_verdict(model: Model, verdict: Verdict, files: Dir, model_name: st
     return Released(*bodies.carry_out_verdict(model.download(), verdict, download(files), model_name))
 
 
-@task(pods.CHECKS, retries=pods.RETRIES, triggers=make_triggers(RELEASING))
+@scheduled_task(pods.CHECKS, RELEASING, retries=pods.RETRIES)
 async def release(
-    model_name: str,
+    model_name: str = "",
     hp: HyperparametersInput = HyperparametersInput(),
     policy: PolicyInput = PolicyInput(),
     run: str = "",
@@ -133,7 +133,6 @@ async def release(
         policy: Requirements on the data and on the new model. Omitted fields have their defaults.
         run: Folder of a finished run to release without training, or its address, such as s3://bucket/runs/NAME.
     """
-    await refuse_overlap()
     policy.check()
     checked = await check_inputs(hp.check(), kickoff_time=await read_start_time(), model_name=model_name, run=run)
     profile = await profile_dataset(checked.data, checked.data_version)

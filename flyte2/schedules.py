@@ -1,33 +1,55 @@
 """Triggers of the tasks, one for each entry of config/schedules.yaml. To change the triggers, edit this file."""
 
 import os
+from collections.abc import Awaitable, Callable
 from datetime import datetime
+from functools import wraps
 from typing import Any
 
 import flyte
 import flyte.remote
-from flyte import Cron, Trigger
+from flyte import Cron, TaskEnvironment, Trigger
 
 from flyte2.inputs import to_input
-from flyte2.mistakes import exit_on_user_error
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.pods.environment import REGISTRY_VARIABLE
 from flyte_ddp.pods.platforms import NO_SCHEDULE, is_in_pod
 from flyte_ddp.schedules.entries import MONITORING, RELEASING, read_schedules
+from flyteplugins.ddp.platform import task
 
 SCHEDULE = "flyte-ddp-schedule"  # in the context of a run: the name of the entry
 MOST_RUNS = 1000  # active runs of the project that are looked through
 ACTIVE = ("queued", "waiting_for_resources", "initializing", "running")
 
 
-@exit_on_user_error()
+def scheduled_task(
+    environment: TaskEnvironment, workflow: str, **options: Any
+) -> Callable[[Callable[..., Awaitable[Any]]], Any]:
+    """Return a decorator that makes an ``async`` function a task with the triggers of ``workflow``.
+
+    The task raises a UserError if an earlier run of the same trigger is still active. ``options`` are options of Flyte
+    2's ``task``.
+    """
+
+    def make_task(function: Callable[..., Awaitable[Any]]) -> Any:
+        @wraps(function)
+        async def run(*args: Any, **kwargs: Any) -> Any:
+            await refuse_overlap()
+            return await function(*args, **kwargs)
+
+        return task(environment, triggers=make_triggers(workflow), **options)(run)
+
+    return make_task
+
+
 def make_triggers(workflow: str) -> tuple[Trigger, ...]:
     """Return the triggers of a task: one for each entry of config/schedules.yaml with this workflow.
 
     Only a person starts a trigger without a cron. Without FLYTE_DDP_REGISTRY, releases and watches have no
     triggers.
 
-    In the command ``flyte``, an invalid entry ends the command.
+    Raises:
+        UserError: An entry is invalid.
     """
     if workflow in (RELEASING, MONITORING) and not os.environ.get(REGISTRY_VARIABLE):
         return ()

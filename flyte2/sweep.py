@@ -14,7 +14,7 @@ from flyte.io import Dir, File
 from flyte2 import pods
 from flyte2.files import download, output_file
 from flyte2.inputs import HyperparametersInput, SweepInput, to_input
-from flyte2.schedules import make_triggers, refuse_overlap
+from flyte2.schedules import scheduled_task
 from flyte2.training import TrainingOutputs, check_inputs, train_model
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.pods.platforms import is_in_pod
@@ -68,7 +68,7 @@ def report_sweep(done: list[TrialResult], sweep: SweepInput, sidecar: File) -> F
     return output_file(bodies.write_sweep_page(PLATFORM, done, sweep.check(), download(sidecar)))
 
 
-@task(pods.CHECKS, retries=pods.RETRIES, triggers=make_triggers(SWEEPING))
+@scheduled_task(pods.CHECKS, SWEEPING, retries=pods.RETRIES)
 async def sweep(sweep: SweepInput = SweepInput(), hp: HyperparametersInput = HyperparametersInput()) -> SweepOutputs:
     """Search hyperparameters by successive halving, and train the best. A repeated sweep trains nothing twice.
 
@@ -79,7 +79,6 @@ async def sweep(sweep: SweepInput = SweepInput(), hp: HyperparametersInput = Hyp
         sweep: Varied hyperparameters, and the number of trials and rungs. Must be given.
         hp: Hyperparameters that all trials have in common. Omitted fields have their defaults.
     """
-    await refuse_overlap()
     settings: Sweep = sweep.check()
     checked = await check_inputs(hp.check())
     check_sweep(settings, checked.hp)

@@ -12,7 +12,7 @@ from flyte.io import Dir, File
 from flyte2 import pods
 from flyte2.files import download, output_file, output_folder
 from flyte2.inputs import HyperparametersInput, to_input
-from flyte2.schedules import make_triggers, read_start_time, refuse_overlap
+from flyte2.schedules import read_start_time, scheduled_task
 from flyte_ddp.config import Hyperparameters
 from flyteplugins.ddp.platform import PLATFORM, task
 
@@ -108,7 +108,7 @@ async def check_inputs(
     return CheckedInputs(hp, data, data_version, run_version)
 
 
-@task(pods.CHECKS, retries=pods.RETRIES, triggers=make_triggers("training_wf"))
+@scheduled_task(pods.CHECKS, "training_wf", retries=pods.RETRIES)
 async def training(hp: HyperparametersInput = HyperparametersInput()) -> TrainingOutputs:
     """Train a model. A run with the same hyperparameters, data and code is answered from the cache.
 
@@ -120,18 +120,16 @@ async def training(hp: HyperparametersInput = HyperparametersInput()) -> Trainin
     Args:
         hp: Model, data and training settings. Omitted fields have their defaults.
     """
-    await refuse_overlap()
     checked = await check_inputs(hp.check())
     return await train_model(to_input(checked.hp), checked.data, checked.run_version)
 
 
-@task(pods.CHECKS, retries=pods.RETRIES, triggers=make_triggers("retraining_wf"))
+@scheduled_task(pods.CHECKS, "retraining_wf", retries=pods.RETRIES)
 async def retraining(hp: HyperparametersInput = HyperparametersInput()) -> TrainingOutputs:
     """Train a model anew at each start, even if nothing has changed.
 
     Args:
         hp: Model, data and training settings. Omitted fields have their defaults.
     """
-    await refuse_overlap()
     checked = await check_inputs(hp.check(), kickoff_time=await read_start_time())
     return await train_model(to_input(checked.hp), checked.data, checked.run_version)

@@ -28,16 +28,18 @@ def refuse_misread_arguments() -> None:
 
 
 def refuse_unreadable_arguments() -> None:
-    """Raise UserError if an option of FILE_OPTIONS in ``sys.argv`` is neither a JSON object nor a readable file."""
+    """Raise UserError if an option of FILE_OPTIONS in ``sys.argv`` is neither JSON nor a file that ``flyte`` reads."""
     for option, word in list_argument_pairs():
         if option not in FILE_OPTIONS:
             continue
-        is_text = word.lstrip().startswith("{")
+        is_text = not word or word.lstrip().startswith("{")
         try:
-            json.loads(word) if is_text else yaml.safe_load(Path(word).read_text(encoding="utf-8"))
+            text = word if is_text else Path(word).read_text(encoding="utf-8")
+            yaml.safe_load(text) if word.endswith(("yaml", "yml")) else json.loads(text)
         except (OSError, ValueError, yaml.YAMLError) as error:
-            reason = f"is not JSON: {error}" if is_text else describe_read_error(error)
-            raise UserError(f"{option} {word}: {reason}; give a JSON object, or a JSON or YAML file") from None
+            is_json_error = isinstance(error, json.JSONDecodeError)
+            reason = f"is not JSON: {error}" if is_json_error else describe_read_error(error)
+            raise UserError(f"{option} {word}: {reason}; give a JSON object, or a .json, .yaml or .yml file") from None
 
 
 def refuse_misread_input(option: str, word: str) -> None:

@@ -5,6 +5,7 @@ For Flyte 2. The outputs of the tasks are the return values of rank 0.
 
 import os
 import signal
+import sys
 from dataclasses import dataclass
 
 import click
@@ -37,6 +38,12 @@ class DDP:
             raise UserError(f"num_ranks={self.num_ranks!r}: must be a number of ranks, or 0 for a rank on each GPU")
 
 
+def is_local_command() -> bool:
+    """Return whether this process is the command ``flyte`` with an option for a local run."""
+    is_command = click.get_current_context(silent=True) is not None
+    return is_command and not {"--local", "--tracked"}.isdisjoint(sys.argv)
+
+
 def end_command(*_: object) -> None:
     """End the process after a Ctrl-C, without waiting for the thread of the task."""
     print_to_stderr(f"\n{describe_ended_run(KeyboardInterrupt())}")
@@ -47,6 +54,6 @@ TaskPluginRegistry.register(DDP, DDPTask)
 if not is_in_pod():
     # The body of a local run is not in the main thread. After a Ctrl-C the SDK's command would end the main thread, and
     # the body would fail in the middle of its work with tracebacks.
-    if click.get_current_context(silent=True) is not None:
+    if is_local_command():
         signal.signal(signal.SIGINT, end_command)
     forward_stop_signals()

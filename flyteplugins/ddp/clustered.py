@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
+import flyte.errors
 
 from flyte_ddp.core.errors import print_to_stderr
 
@@ -53,12 +54,16 @@ def report_from_first_worker() -> Iterator[None]:
 
     SDK 2.12.1 ends a clustered worker with exit code 1 after an error. Backend v2.0.43 then does not read the error,
     and retries also after a final error. Therefore this function deletes the variables by which the SDK detects a
-    clustered worker. In any other worker, the error passes unchanged.
+    clustered worker. Any other worker that raises a final error, as the worker with rank 0 does, prints the error and
+    ends with code 0. Other errors of such a worker pass unchanged.
     """
     try:
         yield
-    except Exception:
+    except Exception as error:
         if RUN_ID in os.environ and os.environ["RANK"] == "0":
             for name in MARKERS:
                 os.environ.pop(name, None)
+        elif RUN_ID in os.environ and isinstance(error, flyte.errors.NonRecoverableError):
+            print_to_stderr(str(error))
+            raise SystemExit(0) from None
         raise

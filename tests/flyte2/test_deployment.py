@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from cli import HELPERS, ROOT
+from flyte.errors import NonRecoverableError
 from flyte2_cli import flyte
 
 from flyte_ddp.config import Hyperparameters
@@ -26,6 +27,7 @@ from flyte_ddp.pods.profiles import read_profile
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.schedules.entries import read_schedules
 from flyte_ddp.sweep.space import Sweep
+from flyte_ddp.task_bodies import preparation
 
 Modules = dict[str, ModuleType]
 IMAGE = "registry.example/flyte-ddp:1"
@@ -70,7 +72,7 @@ def read_container(wire: Any) -> dict[str, Any]:
 
 def test_every_pod_has_the_image_the_code_and_no_telemetry(wires: dict[str, Any]) -> None:
     sources = "".join(path.read_text() for path in (ROOT / "flyte2").glob("*.py"))
-    assert len(wires) == sources.count("\n@task(")
+    assert len(wires) == sources.count("\n@task(") + sources.count("\n@scheduled_task(")
     for name, wire in wires.items():
         container = read_container(wire)
         variables = {each["name"]: each["value"] for each in container["env"]}
@@ -287,11 +289,9 @@ ME = ("me", "nightly", 0)
         ([("before", "nightly", -60)], False, False),
     ],
 )
-@pytest.mark.parametrize("start", [NOW, datetime(1970, 1, 1, tzinfo=UTC)], ids=["known", "unknown"])
 def test_a_run_is_refused_while_an_earlier_one_of_its_schedule_is_active(
     flyte2: Modules,
     monkeypatch: pytest.MonkeyPatch,
-    start: datetime,
     others: list[tuple[str, str, int]],
     scheduled: bool,
     refused: bool,
@@ -301,7 +301,7 @@ def test_a_run_is_refused_while_an_earlier_one_of_its_schedule_is_active(
 
     schedules, plane = flyte2["schedules"], ControlPlane([ME, *others])
     context = {"flyte-ddp-schedule": "nightly"} if scheduled else {}
-    me = SimpleNamespace(custom_context=context, action=SimpleNamespace(run_name="me"), run_start_time=start)
+    me = SimpleNamespace(custom_context=context, action=SimpleNamespace(run_name="me"))
     monkeypatch.setattr(schedules.flyte, "ctx", lambda: me)
     monkeypatch.setattr(schedules.flyte.remote, "Run", plane)
     monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", "me")
@@ -317,6 +317,88 @@ def test_a_run_is_refused_while_an_earlier_one_of_its_schedule_is_active(
     monkeypatch.delenv("FLYTE_INTERNAL_EXECUTION_ID")
     asyncio.run(schedules.refuse_overlap())  # a local run asks nobody
     assert len(plane.asked) == scheduled
+
+
+SCHEDULED: dict[str, dict[str, str]] = {
+    "training": {},
+    "retraining": {},
+    "elastic_training": {},
+    "release": {"model_name": "digits"},
+    "monitor": {"model_name": "digits"},
+    "sweep": {},
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULED)
+def test_each_task_with_triggers_refuses_an_overlap(
+    flyte2: Modules, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    me = SimpleNamespace(custom_context={"flyte-ddp-schedule": "nightly"}, action=SimpleNamespace(run_name="me"))
+    monkeypatch.setattr(flyte2["schedules"].flyte, "ctx", lambda: me)
+    monkeypatch.setattr(flyte2["schedules"].flyte.remote, "Run", ControlPlane([ME, ("before", "nightly", -60)]))
+    monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", "me")
+    with pytest.raises(NonRecoverableError, match="nightly: run before of the same schedule is not over"):
+        asyncio.run(list_tasks(flyte2)[name].func(**SCHEDULED[name]))
+
+
+def test_all_tasks_with_triggers_are_those(flyte2: Modules) -> None:
+    source = "".join(path.read_text() for path in (ROOT / "flyte2").glob("*.py"))
+    names = re.findall(r"\n@scheduled_task\(.*\)\nasync def (\w+)\(", source)
+    assert {*names} == {*SCHEDULED}
+    assert source.count("make_triggers(") == 2, "only scheduled_task makes triggers"
+
+
+@pytest.mark.parametrize(("said", "time"), [(NOW, NOW), (datetime(1970, 1, 1, tzinfo=UTC), NOW + timedelta(seconds=5))])
+def test_the_time_of_a_run_is_asked_of_the_backend_if_the_pod_was_not_told(
+    flyte2: Modules, monkeypatch: pytest.MonkeyPatch, said: datetime, time: datetime
+) -> None:
+    me = SimpleNamespace(action=SimpleNamespace(run_name="me"), run_start_time=said)
+    monkeypatch.setattr(flyte2["schedules"].flyte, "ctx", lambda: me)
+    monkeypatch.setattr(flyte2["schedules"].flyte.remote, "Run", ControlPlane([("me", "nightly", 5)]))
+    assert asyncio.run(flyte2["schedules"].read_start_time()) == time
+
+
+@pytest.mark.parametrize(
+    ("name", "engine", "kickoff_time", "model_name"),
+    [
+        ("training", "", None, None),
+        ("retraining", "", NOW, None),
+        ("elastic_training", "elastic", None, None),
+        ("release", "", NOW, "digits"),
+        ("sweep", "", None, None),
+    ],
+)
+def test_what_each_task_checks_before_training(
+    flyte2: Modules,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    engine: str,
+    kickoff_time: datetime | None,
+    model_name: str | None,
+) -> None:
+    """Each attempt of a scheduled run has the same time, so each attempt has the same run."""
+
+    def record(hp: Hyperparameters, *given: Any) -> None:
+        raise UserError(f"checked {given}")
+
+    monkeypatch.setattr(preparation, "check_training_inputs", record)
+    me = SimpleNamespace(custom_context={}, run_start_time=NOW)
+    monkeypatch.setattr(flyte2["schedules"].flyte, "ctx", lambda: me)
+    said = re.escape(f"checked {(kickoff_time, engine, model_name, '')}")
+    with pytest.raises(NonRecoverableError, match=said):
+        asyncio.run(list_tasks(flyte2)[name].func(**SCHEDULED[name]))
+
+
+def test_each_attempt_uploads_the_data_to_the_same_address(
+    flyte2: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else another attempt would not find the training of the attempt before by its inputs."""
+    training, names = flyte2["training"], []
+    monkeypatch.setenv("FLYTE_DDP_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setattr(training, "output_folder", lambda path, name="": names.append(name))
+    checked = asyncio.run(training.check_inputs(Hyperparameters(dataset="digits", num_ranks=1)))
+    assert names == [checked.data_version]
+    assert checked.data_version.startswith("datasets/digits-")
 
 
 @pytest.mark.slow

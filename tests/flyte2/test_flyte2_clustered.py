@@ -31,13 +31,21 @@ class JobSet:
     Both see the blob store and the data set.
     """
 
-    def __init__(self, pods: Any, task: Any, inputs: dict[str, Any], hosts: tuple[Host, Host], attempt: int) -> None:
+    def __init__(
+        self,
+        pods: Any,
+        task: Any,
+        inputs: dict[str, Any],
+        hosts: tuple[Host, Host],
+        attempt: int,
+        variables: dict[str, str],
+    ) -> None:
         from flyte2_pod import make_command
 
         self.hosts, self.folder = hosts, pods.make_folder(task, inputs)
         cores = sorted(os.sched_getaffinity(0))
         command = make_command(task, self.folder, "r1", pods.sources)
-        environment = pods.make_environment(task, self.folder, "r1", attempt)
+        environment = pods.make_environment(task, self.folder, "r1", attempt) | variables
         self.pods: list[subprocess.Popen[bytes]] = []
         for index, host in enumerate(hosts):
             own = self.folder / host.name
@@ -93,10 +101,10 @@ def start(flyte2: Modules, tmp_path: Path, digits: Path) -> Iterator[Start]:
     pods = Pods(tmp_path)
     with two_hosts() as hosts:
 
-        def start_attempt(attempt: int = 0, **changes: Any) -> JobSet:
+        def start_attempt(attempt: int = 0, variables: dict[str, str] | None = None, **changes: Any) -> JobSet:
             hp = Hyperparameters(**{**LONG, **changes})
             inputs = {"hp": hp, "data": Dir(path=str(digits)), "run_version": "run"}
-            return JobSet(pods, flyte2["elastic_training"].train_on_elastic, inputs, hosts, attempt)
+            return JobSet(pods, flyte2["elastic_training"].train_on_elastic, inputs, hosts, attempt, variables or {})
 
         yield start_attempt
 
@@ -143,3 +151,13 @@ def test_a_mistake_is_final_and_ends_both_pods(start: Start) -> None:
     assert ended.error is not None, ended.log
     assert ended.error.kind == ContainerError.NON_RECOVERABLE
     assert ended.error.message.startswith("backend='nccl': this host has 0 GPU(s) for 1 Elastic workers")
+
+
+def test_a_mistake_that_all_workers_find_is_final_and_ends_both_pods(start: Start) -> None:
+    """The second pod must not fail, else the backend would retry and lose the text."""
+    job = start(variables={"FLYTE_DDP_CODE": "0123456789abcdef"})
+    ended = job.wait()
+    assert [pod.returncode for pod in job.pods] == [0, 0], ended.log
+    assert ended.error is not None, ended.log
+    assert ended.error.kind == ContainerError.NON_RECOVERABLE
+    assert "but 0123456789abcdef were registered" in ended.error.message

@@ -55,7 +55,10 @@ def after_a_save(checkpoints: Path, action: Callable[[int], object]) -> During:
 def test_a_pod_saves_at_sigterm_and_the_next_replaces_a_killed_rank(
     flyte2: Modules, pods: Any, digits: Path, undisturbed: dict[str, torch.Tensor]
 ) -> None:
-    """The first attempt is retried, and the second ends with an undisturbed run's weights, a report and outputs."""
+    """The first attempt is retried, and the second ends with an undisturbed run's weights, a report and outputs.
+
+    Between them, the pod is lost. After the loss of a pod, Flyte 2 starts the same attempt again.
+    """
     train, inputs, asked = flyte2["training"].train_model, make_inputs(digits), []
 
     def terminate(pid: int) -> None:
@@ -72,6 +75,13 @@ def test_a_pod_saves_at_sigterm_and_the_next_replaces_a_killed_rank(
     assert first.report is not None
     assert "This attempt has failed" in first.report
 
+    lost = pods.run(
+        train, inputs, attempt=1, during=after_a_save(pods.checkpoints, lambda pid: os.killpg(pid, signal.SIGKILL))
+    )
+    assert lost.outputs is None, lost.log
+    assert lost.error is None
+    assert "found the checkpoint of attempt 0 of r1" in lost.log
+
     second = pods.run(
         train,
         inputs,
@@ -81,7 +91,7 @@ def test_a_pod_saves_at_sigterm_and_the_next_replaces_a_killed_rank(
     )
     assert second.error is None, second.log
     assert second.outputs is not None, second.log
-    assert "found the checkpoint of attempt 0 of r1" in second.log
+    assert "found the checkpoint of attempt 1 of r1" in second.log
     assert "rank 1 was killed by SIGKILL" in second.log
     assert "(1 of 1)" in second.log, "replaced in place"
     outputs = msgpack.unpackb(second.outputs["o0"].scalar.binary.value)
@@ -91,7 +101,7 @@ def test_a_pod_saves_at_sigterm_and_the_next_replaces_a_killed_rank(
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     steps = [record["resumed_after_step"] for record in records if record["kind"] == "start"]
     assert steps == sorted({*steps}), "each start is after the step of the one before"
-    assert len(steps) == 3
+    assert len(steps) == 4
     assert second.report is not None
     assert Path(outputs["report"]["path"]).read_text() in second.report
     assert second.report.count("<!doctype html>") >= 1

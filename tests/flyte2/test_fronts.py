@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from cli import PYFLYTE, WORKFLOWS, Ended, pyflyte
-from flyte2_cli import FLYTE, LONG, assert_equal_bits, run_task, stop, task_words
+from flyte2_cli import FLYTE, LONG, assert_equal_bits, flyte, run_task, stop, task_words
 from training_runs import QUIET
 
 from flyte_ddp.config import Hyperparameters
@@ -28,6 +28,8 @@ MISTAKES = {
     '{"dataset": "nowhere"}': "unknown dataset 'nowhere': choose one of",
     '{"dataset": "shards:/nowhere/x.json"}': "index /nowhere/x.json: cannot be read (no such file); check the path",
     '{"epochs": 1, "epochs": 2}': "--hp: the key 'epochs' occurs twice; remove one of the two",
+    "[1]": "hyperparameters must be a JSON object, got [1]",
+    "seed: 2026-01-01": "--hp hp.yaml: 2026-01-01 is a date in YAML, line 1, column 7; put it in quotes if it is text",
     "epochs: 010": "--hp hp.yaml: 010 is 8 in YAML, line 1, column 9; put it in quotes if it is text",
 }
 
@@ -94,7 +96,7 @@ BY_FLYTE_1 = pytest.param("pyflyte", marks=[pytest.mark.exhaustive, pytest.mark.
 @pytest.mark.parametrize("hp", MISTAKES)
 def test_a_mistake_is_the_same_sentence_and_trains_nothing(front: str, hp: str, tmp_path: Path) -> None:
     """Other tests have the sentences of Flyte 1, too."""
-    value = hp if hp.startswith("{") else str(tmp_path / "hp.yaml")
+    value = hp if hp.startswith(("{", "[")) else str(tmp_path / "hp.yaml")
     (tmp_path / "hp.yaml").write_text(hp)
     ended = train_by(front, value, tmp_path)
     assert ended.exit_code == 1, ended.output
@@ -133,10 +135,45 @@ def test_a_stopped_run_goes_on_from_one_front_to_the_other(
     assert not [*folder.rglob("*.ckpt")]
 
 
-@pytest.mark.parametrize(("word", "reason"), [("{epochs: 3}", "is not JSON: "), ("missing.json", "No such file")])
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [("{epochs: 3}", "is not JSON: "), ("missing.json", "No such file"), ("README.md", "is not JSON: ")],
+)
 def test_an_option_that_cannot_be_read_is_a_sentence(word: str, reason: str, tmp_path: Path) -> None:
     """The SDK would write its own error behind two prefixes."""
     ended = run_task("training", "training", tmp_path, hp=word)
     assert ended.exit_code == 1
     assert f"Error: --hp {word}: {reason}" in ended.output
     assert "Error invoking command" not in ended.output
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("training.py", "training", "--hpp", "{}"), "No such option '--hpp'."),
+        (("training.py", "trainin"), "unknown task 'trainin': choose one of fetch_dataset, retraining, train_model, "),
+        (("shards.py", "pack_and_verify", "--seed", "x"), "'x' is not a valid integer."),
+        (("release.py", "rollback", "--model_name", "digits"), "Missing required parameter(s): --reason"),
+        (("release.py", "release"), "model name '': must be letters, digits, '_', '-' and '.' only"),
+        (("prediction.py", "predict", "--table", "nothing.csv"), "--table 'nothing.csv': no such file or folder"),
+        (("prediction.py", "predict", "--images", "nothing"), "--images 'nothing': no such file or folder; see --help"),
+    ],
+)
+def test_a_mistake_in_the_options_is_a_sentence(words: tuple[str, ...], reason: str, tmp_path: Path) -> None:
+    file, *rest = words
+    ended = flyte("run", "--local", f"flyte2/{file}", *rest, home=tmp_path)
+    assert ended.exit_code != 0
+    said = " ".join(ended.output.replace("│", " ").split())
+    assert said.count(reason) == 1, said
+    assert not [word for word in ("Traceback", "Error invoking command") if word in said], said
+
+
+def test_options_of_other_tasks_are_not_checked(tmp_path: Path) -> None:
+    """A user's file may import a task of this project, and have an option of the same name."""
+    (tmp_path / "own.py").write_text(
+        "import flyte\nimport flyte2.training\nenv = flyte.TaskEnvironment('own')\n"
+        "@env.task\nasync def double(window: int) -> int:\n    return 2 * window\n"
+    )
+    ended = flyte("run", "--local", "own.py", "double", "--window", "3", home=tmp_path, directory=tmp_path)
+    assert ended.exit_code == 0, ended.output
+    assert "o0=6" in ended.output
