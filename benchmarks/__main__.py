@@ -14,7 +14,7 @@ from benchmarks import measuring, rendering
 from flyte_ddp.core.errors import StoppedError
 
 NAMES = ["images", "items", "feed", "overhead", "startup", "launchers", "ranks", "rounding", "epoch"]
-NAMES += ["table", "gpt", "preset", "cost", "gate", "drift"]
+NAMES += ["flyte2_startup", "table", "gpt", "preset", "cost", "gate", "drift"]
 LONG = ["sweep", "published", "chaos", "recovery", "growth", "gpu"]  # run when they are named
 CHECKS = ["same_bits"]  # so are these, which have no figures: the exit code says what they found
 ALL = [*NAMES, *LONG, *CHECKS]
@@ -39,7 +39,7 @@ def main() -> int:
         parser.error(f"unknown benchmark {', '.join(unknown)}; choose from {', '.join(ALL)}")
     if arguments.list:
         for name in ALL:
-            print(f"{name:<10} {description(name).splitlines()[0]}")
+            print(f"{name:<15} {description(name).splitlines()[0]}")
         return 0
     output = arguments.output or (HERE.parent / "build" / "benchmarks" if arguments.quick else HERE / "results")
     names = arguments.names or NAMES

@@ -19,8 +19,8 @@ from flyte_ddp.core.files import replace_file
 
 TRIES = 3  # of a measurement whose process fails
 PACKAGES = ["torch", "torchvision", "torchcodec", "simplejpeg", "pillow", "flytekit", "flytekitplugins-kfpytorch"]
-PACKAGES += ["lightning", "accelerate", "wandb", "numpy", "webdataset", "wids", "litdata", "ray", "distributed"]
-PACKAGES += ["nvidia-dali-cuda120"]
+PACKAGES += ["flyte", "lightning", "accelerate", "wandb", "numpy", "webdataset", "wids", "litdata", "ray"]
+PACKAGES += ["distributed", "nvidia-dali-cuda120"]
 
 
 @dataclass(frozen=True)

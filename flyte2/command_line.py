@@ -7,6 +7,7 @@ exceptions to the resources of a context. The resource registered here translate
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import click
 
@@ -36,15 +37,20 @@ def show_errors(context: click.Context) -> Iterator[None]:
         original = error.__cause__ if type(error) is click.ClickException and error.__cause__ else error
         shown = original
         if not isinstance(original, UserError):
-            shown = find_argument_error() or find_unknown_task_error(original, context) or original
+            shown = find_argument_error(context) or find_unknown_task_error(original, context) or original
         if not isinstance(shown, click.ClickException):
             raise
         shown.show()
         raise click.exceptions.Exit(shown.exit_code) from None
 
 
-def find_argument_error() -> UserError | None:
-    """Return the error of an option with JSON or YAML that cannot be read or would be misread, or None."""
+def find_argument_error(context: click.Context) -> UserError | None:
+    """Return the error of an option with JSON or YAML that cannot be read or would be misread, or None.
+
+    Options of tasks outside of this folder are not examined.
+    """
+    if Path(context.info_name or "").resolve().parent != Path(__file__).parent:
+        return None
     try:
         refuse_misread_arguments()
         refuse_unreadable_arguments()

@@ -177,3 +177,5 @@ def test_options_of_other_tasks_are_not_checked(tmp_path: Path) -> None:
     ended = flyte("run", "--local", "own.py", "double", "--window", "3", home=tmp_path, directory=tmp_path)
     assert ended.exit_code == 0, ended.output
     assert "o0=6" in ended.output
+    ended = flyte("run", "--local", "own.py", "double", "--window", "3.json", home=tmp_path, directory=tmp_path)
+    assert "'3.json' is not a valid integer." in ended.output
