@@ -5,21 +5,37 @@ detail. However, the SDK imports this project's modules within click's context o
 exceptions to the resources of a context. The resource registered here translates the exceptions.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import click
 
 from flyte_ddp.core.errors import UserError
+from flyte_ddp.schedules import arguments
 from flyte_ddp.schedules.arguments import refuse_misread_arguments, refuse_unreadable_arguments
 
 
 def set_up_command() -> None:
-    """Make errors of users sentences, if the command ``flyte`` imports this project's modules."""
+    """Make errors of users sentences, and let ``--help`` print the fields of JSON.
+
+    Does nothing unless the command ``flyte`` imports this project's modules.
+    """
     context = click.get_current_context(silent=True)
-    if context is not None:
-        context.with_resource(show_errors(context))
+    if context is None:
+        return
+    context.with_resource(show_errors(context))
+    if "--help" in sys.argv:
+        context.call_on_close(partial(print_fields, context))
+
+
+def print_fields(context: click.Context) -> None:
+    """Print the fields of each dataclass that the task accepts."""
+    if context.invoked_subcommand is not None:  # not --help of the file
+        command = context.command.get_command(context, context.invoked_subcommand)  # type: ignore[attr-defined]
+        arguments.print_fields([parameter.name for parameter in command.get_params(context)])
 
 
 @contextmanager

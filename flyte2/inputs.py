@@ -5,6 +5,7 @@ and the dataclass checks the values.
 """
 
 import dataclasses
+import sys
 from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation, create_model
@@ -35,6 +36,11 @@ class FormInput(BaseModel, Generic[Form]):
         refuse_misread_arguments()
         values: Any = cls.kind.from_json(json_data)
         return cls(**dataclasses.asdict(values))
+
+    @classmethod
+    def model_json_schema(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the JSON schema, from which the console makes a form. Empty for ``--help``, which would print all."""
+        return {} if "--help" in sys.argv else super().model_json_schema(*args, **kwargs)
 
     def check(self) -> Form:
         """Return the values as the dataclass.

@@ -7,9 +7,7 @@ click passes exceptions to the resources of a context. The resource registered h
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
-import json
 import re
 import shutil
 import sys
@@ -31,15 +29,12 @@ from flytekit.core.type_engine import TypeTransformerFailedError
 from flytekit.exceptions.user import FlyteEntityNotFoundException
 from flytekit.tools import script_mode
 
-from flyte_ddp.config import Hyperparameters
 from flyte_ddp.core.errors import RankError, StoppedError, UnreachableError, UserError, install_hint
-from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.pods import environment, outcomes
 from flyte_ddp.pods.profiles import ENGINES
-from flyte_ddp.release.policy import Policy
+from flyte_ddp.schedules import arguments
 from flyte_ddp.schedules.arguments import FILE_OPTIONS, list_argument_pairs, refuse_misread_arguments
 from flyte_ddp.schedules.yaml_files import describe_read_error
-from flyte_ddp.sweep.space import Sweep
 
 if TYPE_CHECKING:
     from flytekit.clis.sdk_in_container.run import RunLevelParams
@@ -86,17 +81,11 @@ def exclude_virtual_environment() -> None:
 
 
 def print_fields(context: click.Context) -> None:
-    """Print name, default and meaning of the fields of each dataclass that the command accepts."""
+    """Print the fields of each dataclass that the command accepts."""
     if context.invoked_subcommand is None:  # --help of the file
         return
     command = context.command.get_command(context, context.invoked_subcommand)  # type: ignore[attr-defined]
-    for option, form in (("hp", Hyperparameters), ("policy", Policy), ("sweep", Sweep), ("window", WindowSource)):
-        if option in [parameter.name for parameter in command.params]:
-            text = click.HelpFormatter(width=shutil.get_terminal_size().columns)
-            fields = dataclasses.fields(form)
-            with text.section(f"Fields of the JSON of --{option}"):
-                text.write_dl([(each.name, f"{each.metadata['doc']} [{json.dumps(each.default)}]") for each in fields])
-            click.echo(text.getvalue())
+    arguments.print_fields([parameter.name for parameter in command.params])
 
 
 def adapt_remote_run(parameters: RunLevelParams) -> None:

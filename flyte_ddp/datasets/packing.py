@@ -33,6 +33,8 @@ def pack_source(source: str, folder: Path, *, split: str = "train", **options: A
     Raises:
         UserError: The split or an option is unfit, the source cannot be read, or the files exist or cannot be written.
     """
+    if not source:
+        raise UserError(f"source={source!r}: give a folder of images (class/name.jpg), or the name of a data set")
     if split not in ("train", "test"):
         raise unknown_name_error("split", split, ("train", "test"))
     if source not in catalog.DATASETS:

@@ -11,6 +11,7 @@ from flyte_ddp.core.text.formatting import escape_controls
 from flyte_ddp.pods.platforms import is_in_pod
 
 _held: list[str] | None = None  # texts that wait; None prints texts at once
+_trains_anew = False  # whether the command would start another run if repeated
 
 
 def print_outcome(text: str) -> None:
@@ -48,9 +49,20 @@ def hold_last_outcome() -> Iterator[None]:
         _held = None
 
 
+def promise_no_resumption() -> None:
+    """Note that this command, if repeated, starts another run. Sets global state of the process."""
+    global _trains_anew  # noqa: PLW0603 (a property of the process, which runs one command)
+    _trains_anew = True
+
+
 def describe_ended_run(error: KeyboardInterrupt | RankError | StoppedError) -> str:
     """Return why a command ended by an error or a signal, and from where the same command will resume."""
     reason = error.args[0] if isinstance(error, KeyboardInterrupt) and error.args else error
+    if isinstance(reason, RankError) and not reason.recoverable:
+        return reason.format_message("command")
+    if _trains_anew:
+        message = reason.message if isinstance(reason, (RankError, StoppedError)) else "stopped by Ctrl-C"
+        return f"{message}; the same command will train anew"
     if isinstance(reason, (RankError, StoppedError)):
         return reason.format_message("command")  # the user knows the run by its command
-    return "stopped by Ctrl-C; the same command will resume from its last checkpoint, if any"
+    return "stopped by Ctrl-C; the same command will resume a training from its last checkpoint, if any"

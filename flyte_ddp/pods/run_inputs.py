@@ -12,7 +12,8 @@ from flyte_ddp.datasets import fetching
 from flyte_ddp.plans import identity
 from flyte_ddp.plans.resolve import check_requested_resources
 from flyte_ddp.pods import paths
-from flyte_ddp.pods.platforms import NO_SCHEDULE
+from flyte_ddp.pods.outcomes import promise_no_resumption
+from flyte_ddp.pods.platforms import NO_SCHEDULE, is_in_pod
 from flyte_ddp.pods.profiles import compute_node_and_rank_limits
 
 
@@ -36,6 +37,8 @@ def check_and_identify_run(hp: Hyperparameters, engine: str, kickoff_time: datet
     identity.check_known_image_size(hp)
     check_requested_resources(hp, *compute_node_and_rank_limits(engine))
     fingerprint = fetching.fingerprint(hp.dataset, hp.data_source, hp.test_dataset)
+    if kickoff_time is not None and not is_in_pod():
+        promise_no_resumption()
     if kickoff_time == NO_SCHEDULE:
         kickoff_time = datetime.now(UTC)
     run = identity.run_name(hp, fingerprint, trigger=kickoff_time.isoformat() if kickoff_time else "")
@@ -61,7 +64,8 @@ def find_or_fetch_data_set(
 ) -> Path:
     """Return the folder of a prepared data set. Unless the folder is complete, first downloads and prepares the data.
 
-    The preparation may run user code, whose errors become UserErrors.
+    A complete folder with this content is returned even if the data came from another ``data_source``, such as a mirror
+    of a published set. The preparation may run user code, whose errors become UserErrors.
 
     Args:
         dataset: The hyperparameter ``dataset``.
@@ -72,5 +76,7 @@ def find_or_fetch_data_set(
     """
     name = data_version or f"datasets/{fetching.fingerprint(dataset, data_source, test_dataset)}"
     folder, progress = paths.resolve_folder(name), read_settings().progress
+    if fetching.is_whole(folder):
+        return folder
     with translate_user_errors(f"dataset={dataset!r}"):
         return fetching.fetch(dataset, data_source, folder, test_dataset=test_dataset, sample=sample, progress=progress)

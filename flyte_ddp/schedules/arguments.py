@@ -1,11 +1,14 @@
-"""Reject JSON and YAML on the command line that Flyte's commands would misread."""
+"""Reject JSON and YAML on the command line that Flyte's commands would misread, and print the fields of the JSON."""
 
+import dataclasses
 import json
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import chain, pairwise
 from pathlib import Path
 
+import click
 import yaml
 
 from flyte_ddp.core.checks.parsing import MisreadError
@@ -60,3 +63,16 @@ def refuse_misread_input(option: str, word: str) -> None:
     if option == "--inputs-file" and isinstance(values, dict):
         for name, value in values.items():
             refuse_misread_input(f"--{name}", str(value))
+
+
+def print_fields(options: Collection[str]) -> None:
+    """Print name, default and meaning of the fields of each dataclass among a command's ``options``, such as "hp"."""
+    from flyte_ddp.schedules.entries import FORMS
+
+    for option, form in FORMS.values():
+        if option in options:
+            text = click.HelpFormatter(width=shutil.get_terminal_size().columns)
+            fields = dataclasses.fields(form)  # type: ignore[arg-type]
+            with text.section(f"Fields of the JSON of --{option}"):
+                text.write_dl([(each.name, f"{each.metadata['doc']} [{json.dumps(each.default)}]") for each in fields])
+            click.echo(text.getvalue())

@@ -64,6 +64,8 @@ def predict(
     """
     from flyte_ddp.predict.predict import get_mask_folder, read_sample_setting, write_prediction_table
 
+    if bad_samples is not None and bad_samples < 0:
+        raise UserError(f"bad_samples={bad_samples}: must be at least 0")
     resources.check_expected_gpus(resources.count_gpus())
     with paths.make_dated_folder("predictions") as folder, TemporaryDirectory() as fetched:
         if model is None:

@@ -8,6 +8,7 @@ awaits other tasks must not raise an error at SIGTERM, because the SDK would the
 import inspect
 import logging
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -80,7 +81,10 @@ def task(environment: flyte.TaskEnvironment, **options: Any) -> Callable[[Callab
             with translate_errors(exit_at_sigterm):
                 return await function(*args, **kwargs)
 
-        return environment.task(**options)(run)
+        text = inspect.getdoc(function) or ""
+        # For --help, each argument is a paragraph: click joins the lines of a paragraph.
+        docs = flyte.Documentation(re.sub(r"\n(Args:\n)? {4}(?=\w+: )", r"\n\n", text))
+        return environment.task(docs=docs, **options)(run)
 
     return make_task
 

@@ -4,12 +4,15 @@ The import is kept light, because each command that runs a task of this plugin i
 """
 
 import asyncio
+import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from flyte.extend import AsyncFunctionTaskTemplate
+
+from flyte_ddp.pods.platforms import is_in_pod
 
 if TYPE_CHECKING:
     from flyte_ddp.core.loops.call import Call
@@ -20,7 +23,7 @@ class DDPTask(AsyncFunctionTaskTemplate[..., Any, Callable[..., Any]]):
     """A task whose body runs on several ranks in the task's pod."""
 
     async def execute(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the body on all ranks, and return the value of rank 0.
+        """Run the body on all ranks, and return the value of rank 0. In a pod, uploads the value's local files.
 
         Blocks the event loop, because Python handles SIGTERM in the main thread only.
         """
@@ -33,7 +36,25 @@ class DDPTask(AsyncFunctionTaskTemplate[..., Any, Callable[..., Any]]):
             call = make_call(self.name, self.func, inputs)
             config: Any = self.plugin_config
             request = Request(config.num_ranks, exact=True)
-            return run_in_folder(PLATFORM, call, name_run(self.name, call), request, None)
+            value = run_in_folder(PLATFORM, call, name_run(self.name, call), request, None)
+            return upload_local_files(value) if is_in_pod() else value
+
+
+def upload_local_files(value: Any) -> Any:
+    """Return a value with local files and folders uploaded, also in fields, lists, tuples and dicts."""
+    from flyte.io import Dir, File
+
+    if isinstance(value, (File, Dir)):
+        is_local = "://" not in value.path
+        return type(value).from_local_sync(value.path) if is_local else value
+    if is_dataclass(value) and not isinstance(value, type):
+        changed = copy.copy(value)
+        for field in fields(value):
+            object.__setattr__(changed, field.name, upload_local_files(getattr(value, field.name)))
+        return changed
+    if isinstance(value, dict):
+        return {key: upload_local_files(each) for key, each in value.items()}
+    return type(value)(map(upload_local_files, value)) if type(value) in (list, tuple) else value
 
 
 def make_call(task: str, function: Callable[..., Any], inputs: dict[str, Any]) -> "Call":

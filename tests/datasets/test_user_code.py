@@ -106,6 +106,18 @@ def test_an_error_of_the_users_own_begins_with_his_line(project: Path) -> None:
     assert isinstance(raised.value.__cause__, json.JSONDecodeError)
 
 
+def test_a_set_that_is_here_is_used_although_another_mirror_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name of the folder says what the content is."""
+    monkeypatch.setenv("FLYTE_DDP_RUNS", str(tmp_path))
+    monkeypatch.setenv("FLYTE_DDP_PROGRESS", "off")
+    with pytest.raises(UserError, match="cannot get digits"):
+        find_or_fetch_data_set("digits", "/nowhere", "")
+    folder = find_or_fetch_data_set("digits", "", "")
+    assert find_or_fetch_data_set("digits", "/nowhere", "") == folder
+
+
 @pytest.mark.parametrize(
     ("spec", "path", "text", "differs"),
     [

@@ -7,10 +7,13 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import msgpack
 import pytest
 from cli import ROOT
 from flyte2_cli import DEADLINE, FLYTE, Flyte2Ended, flyte, run_task, started, stop, task_words, wait_until
@@ -74,6 +77,7 @@ def test_in_pods_a_lost_rank_is_retried_and_a_users_exception_is_final(
     flyte2: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second attempt goes on from the steps that the first has saved."""
+    from flyte.io import File
     from flyte2_pod import Pods  # imports flyte
 
     monkeypatch.syspath_prepend(PROJECT)
@@ -88,11 +92,44 @@ def test_in_pods_a_lost_rank_is_retried_and_a_users_exception_is_final(
     values = second.outputs["o0"].collection.literals
     assert [each.scalar.primitive.integer for each in values] == [4, 5]
 
+    (tmp_path / "data.txt").write_text("a line")
+    added = pods.run(own.add_up, {"start": 3, "data": File(path=str(tmp_path / "data.txt"))})
+    assert added.outputs is not None, added.log
+    stats = msgpack.unpackb(added.outputs["o0"].scalar.binary.value)
+    assert Path(stats["model"]["path"]).read_text() == "a line 7.0"
+    assert stats["model"]["name"] == "model.txt", "the SDK had the file to upload"
+
     failed = pods.run(own.fail, {"how": "raise"})
     assert failed.error is not None, failed.log
     assert failed.error.kind == ContainerError.NON_RECOVERABLE
     assert failed.error.message.startswith("rank 1: LookupError: rank 1 cannot do that")
     assert 'raise LookupError("rank 1 cannot do that")' in failed.error.message, "with its traceback"
+
+
+def test_local_files_at_any_depth_are_uploaded(flyte2: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    from flyte.io import Dir, File
+
+    from flyteplugins.ddp.task import upload_local_files
+
+    monkeypatch.setattr(File, "from_local_sync", lambda path: f"uploaded {path}")
+    monkeypatch.setattr(Dir, "from_local_sync", lambda path: f"uploaded folder {path}")
+    here, there, folder = File(path="/a"), File(path="s3://bucket/b"), Dir(path="/c")
+    assert upload_local_files((1, here, [there, {"x": folder}])) == (
+        1,
+        "uploaded /a",
+        [there, {"x": "uploaded folder /c"}],
+    )
+    stats = SimpleStats(here, 2)
+    assert upload_local_files(stats) == SimpleStats("uploaded /a", 2)
+    assert stats.model is here
+
+
+@dataclass(frozen=True)
+class SimpleStats:
+    """A dataclass with a file."""
+
+    model: Any
+    ranks: int
 
 
 def test_a_pod_that_awaits_a_task_leaves_the_task_running_at_sigterm(
@@ -134,7 +171,7 @@ def test_ctrl_c_outside_of_a_training_ends_the_command_at_once(tmp_path: Path) -
         os.killpg(running.process.pid, signal.SIGINT)
         ended = running.wait()
     assert ended.exit_code == 1, ended.output
-    assert "stopped by Ctrl-C; the same command will resume from its last checkpoint, if any" in ended.output
+    assert "stopped by Ctrl-C; the same command will resume a training from its last checkpoint, if any" in ended.output
     assert "Traceback" not in ended.output
 
 

@@ -135,6 +135,26 @@ def test_a_stopped_run_goes_on_from_one_front_to_the_other(
     assert not [*folder.rglob("*.ckpt")]
 
 
+@pytest.mark.parametrize("front", ["flyte", pytest.param("pyflyte", marks=pytest.mark.flytekit)])
+def test_a_stopped_retraining_does_not_promise_to_go_on(front: str, tmp_path: Path) -> None:
+    """Each start of a retraining is another run."""
+    words = task_words("training", "retraining", {"hp": LONG})
+    if front == "pyflyte":
+        words = ["run", WORKFLOWS, "retraining_wf", "--hp", json.dumps(LONG)]
+    ended = stop(tmp_path, FLYTE if front == "flyte" else PYFLYTE, words, signal.SIGINT)
+    assert "stopped by Ctrl-C; the same command will train anew" in ended.panel, ended.output
+
+
+def test_help_lists_the_arguments_and_the_fields_and_no_schema(tmp_path: Path) -> None:
+    ended = flyte("run", "flyte2/release.py", "release", "--help", home=tmp_path, COLUMNS="100")
+    assert ended.exit_code == 0
+    said = " ".join(ended.output.split())
+    assert "run: Folder of a finished run to release without training" in said
+    assert "Fields of the JSON of --hp: dataset Data set: digits, " in said
+    assert "Fields of the JSON of --policy: rule " in said
+    assert "additionalProperties" not in said
+
+
 @pytest.mark.parametrize(
     ("word", "reason"),
     [("{epochs: 3}", "is not JSON: "), ("missing.json", "No such file"), ("README.md", "is not JSON: ")],

@@ -109,6 +109,11 @@ def test_a_prefix_of_objects(files: dict[str, bytes], server: FileServer, tmp_pa
 
 
 @pytest.mark.slow
+def test_no_source_is_not_the_working_directory(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"source='': give a folder of images \(class/name.jpg\), or the name of a"):
+        pack_source("", tmp_path / "shards", samples_per_shard=10)
+
+
 def test_a_data_set_by_its_name(tmp_path: Path, digits: Path) -> None:
     arrays = open_arrays(digits)
     index = pack_source("digits", tmp_path, split="test", name="test", seed=None, progress="off")

@@ -102,6 +102,10 @@ def test_inputs_that_cannot_be_read(
     [
         ("training trainin_wf", "'trainin_wf' not found in module 'workflows.training'; choose one of "),
         ("prediction predict_wf --images nothing-here", "--images 'nothing-here': no such file or folder"),
+        (
+            "prediction predict_wf --model_name digits --dataset digits --bad_samples -3",
+            "bad_samples=-3: must be at le",
+        ),
         ("prediction predict_wf --images=nothing-here", "--images 'nothing-here': no such file or folder"),
     ],
 )
