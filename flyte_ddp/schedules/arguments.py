@@ -42,7 +42,8 @@ def refuse_unreadable_arguments() -> None:
         except (OSError, ValueError, yaml.YAMLError) as error:
             is_json_error = isinstance(error, json.JSONDecodeError)
             reason = f"is not JSON: {error}" if is_json_error else describe_read_error(error)
-            raise UserError(f"{option} {word}: {reason}; give a JSON object, or a .json, .yaml or .yml file") from None
+            shown = word or "''"
+            raise UserError(f"{option} {shown}: {reason}; give a JSON object, or a .json, .yaml or .yml file") from None
 
 
 def refuse_misread_input(option: str, word: str) -> None:

@@ -165,7 +165,7 @@ def parse_dimension(name: str, given: Any) -> Dimension:
     choices or the range are invalid.
     """
     if name in FIXED:
-        raise UserError(f"space, {name}: must be the same for all trials; set it in the base")
+        raise UserError(f"space, {name}: must be the same for all trials; set it in hp")
     if name not in TYPES and not any(name.startswith(of) and name != of for of in OPTIONS):
         raise unknown_name_error("hyperparameter in space", name, [*TYPES, *(f"{of}NAME" for of in OPTIONS)])
     what = f"space, {name}={short_repr(given)}"
@@ -238,8 +238,8 @@ def check_sweep(sweep: Sweep, base: Hyperparameters) -> None:
     for dimension in dimensions:
         if base.select_by == "loss" and dimension.name.startswith(("class_weights", "options.objective.")):
             raise UserError(
-                f"space, {dimension.name}: changes the loss, by which trials are compared; set select_by in the base "
-                "to another measure, such as accuracy"
+                f"space, {dimension.name}: changes the loss, by which trials are compared; set select_by in hp to "
+                "another measure, such as accuracy"
             )
         for value in dimension.choices or (dimension.low, dimension.high):
             try:

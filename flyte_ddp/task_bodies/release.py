@@ -153,7 +153,7 @@ def roll_back_champion(model_name: str, reason: str) -> Released:
 def print_champion(registry: Registry, entry: Entry) -> Released:
     """Return the outcome of a new log entry, with the champion now, and print a summary in a local run."""
     now = registry.read_champion() or entry  # after a retry of this task another entry may be newer
-    return print_release(Released(entry.version, now.version, f"champion {entry.number}: {entry.reason}"))
+    return print_release(Released(entry.version, now.version, f"entry {entry.number} of the log: {entry.reason}"))
 
 
 def print_release(released: Released) -> Released:

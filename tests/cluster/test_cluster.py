@@ -231,7 +231,7 @@ def test_a_model_is_released_as_on_ones_own_machine(cluster: Cluster) -> None:
     second = run_release("release_wf", hp=good)
     assert second["outcome"].startswith("promoted: +"), second
     back = run_release("rollback_wf", reason="a test")
-    assert back == {"version": first["version"], "champion": first["version"], "outcome": "champion 3: a test"}
+    assert back == {"version": first["version"], "champion": first["version"], "outcome": "entry 3 of the log: a test"}
     predicted = cluster.launch("workflows.prediction.predict_wf", {"model_name": name, "dataset": "digits"}, version)
     rows = cluster.read_blob(output_address(cluster.wait_for_success(predicted), "table")).decode().splitlines()
     assert len(rows) == 1 + 297
