@@ -4,8 +4,10 @@
 and the dataclass checks the values.
 """
 
+import copy
 import dataclasses
 import sys
+from functools import cache
 from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation, create_model
@@ -40,7 +42,13 @@ class FormInput(BaseModel, Generic[Form]):
     @classmethod
     def model_json_schema(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the JSON schema, from which the console makes a form. Empty for ``--help``, which would print all."""
-        return {} if "--help" in sys.argv else super().model_json_schema(*args, **kwargs)
+        return {} if "--help" in sys.argv else copy.deepcopy(cls.make_json_schema(*args, **kwargs))
+
+    @classmethod
+    @cache
+    def make_json_schema(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return pydantic's JSON schema. Cached, because the SDK asks for the schema several times in each run."""
+        return super().model_json_schema(*args, **kwargs)
 
     def check(self) -> Form:
         """Return the values as the dataclass.
