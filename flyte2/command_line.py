@@ -15,7 +15,6 @@ import click
 
 from flyte_ddp.core.errors import UserError
 from flyte_ddp.schedules import arguments
-from flyte_ddp.schedules.arguments import refuse_misread_arguments, refuse_unreadable_arguments
 
 
 def set_up_command() -> None:
@@ -68,8 +67,8 @@ def find_argument_error(context: click.Context) -> UserError | None:
     if Path(context.info_name or "").resolve().parent != Path(__file__).parent:
         return None
     try:
-        refuse_misread_arguments()
-        refuse_unreadable_arguments()
+        arguments.refuse_misread_arguments()
+        arguments.refuse_unreadable_arguments()
     except UserError as error:
         return error
     return None

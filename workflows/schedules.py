@@ -88,7 +88,8 @@ def make_launch_plan(schedule: Schedule, workflow: PythonFunctionWorkflow) -> La
 def describe_plan(schedule: Schedule) -> str:
     """Return the values of a schedule that differ from the defaults, as JSON.
 
-    The JSON has the content of the files that the schedule names. If the launch plan is skipped, returns the reason.
+    Reads the files that the schedule names. The JSON has the content of the files. If the launch plan is skipped,
+    returns the reason instead.
     """
     if reason := describe_why_skipped(schedule.workflow):
         return f"is skipped: {reason}"

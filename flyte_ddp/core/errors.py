@@ -61,17 +61,17 @@ class RankError(click.ClickException, RuntimeError):
         longer.step, longer.noticed = self.step, self.noticed
         return longer
 
-    def format_message(self, what: str = "run") -> str:
+    def format_message(self, what: str = "run", *, is_resumable: bool = True) -> str:
         """Return the text of click's panel: the message, the file with the details, and the step to resume from.
 
-        ``what`` is the word for the run in the text.
+        ``what`` is the word for the run in the text. ``is_resumable`` is whether the same ``what`` would resume.
         """
         message = self.message if len(self.message) <= LONGEST_MESSAGE else f"{self.message[:LONGEST_MESSAGE]} ..."
         lines = [message]
         if self.file is not None:
             lines.append(f"the full error is in {shorten_path(self.file)}")
         if self.recoverable:
-            lines.append(describe_resumption(self.step, what))
+            lines.append(describe_resumption(self.step, what, is_resumable=is_resumable))
         return "\n".join(lines)
 
 
@@ -96,8 +96,8 @@ class StoppedError(click.ClickException, RuntimeError):
     def __str__(self) -> str:
         return self.format_message()
 
-    def format_message(self, what: str = "run") -> str:
-        return f"{self.message}; {describe_resumption(self.step, what)}"
+    def format_message(self, what: str = "run", *, is_resumable: bool = True) -> str:
+        return f"{self.message}; {describe_resumption(self.step, what, is_resumable=is_resumable)}"
 
     def __reduce__(self) -> tuple[type[StoppedError], tuple[str, int | None]]:
         return type(self), (self.signal, self.step)
@@ -129,11 +129,14 @@ class PeerGoneError(CollectiveError):
     """A collective operation failed because another rank has exited."""
 
 
-def describe_resumption(step: int | None, what: str = "run") -> str:
+def describe_resumption(step: int | None, what: str = "run", *, is_resumable: bool = True) -> str:
     """Return a sentence that names the step from which the next start resumes.
 
     ``step`` is 0 without a checkpoint, and None if unknown. ``what`` is the word in the sentence, such as "run".
+    ``is_resumable`` is whether the same ``what`` would resume, and not start another run.
     """
+    if not is_resumable:
+        return f"the same {what} will train anew"
     if step is None:
         return f"the same {what} will go on from its last checkpoint"
     if step == 0:

@@ -175,7 +175,7 @@ def detect_lost_store() -> Iterator[None]:
 
 @detect_lost_store()
 def follow() -> None:
-    """Run the rank of this worker of Elastic, for the launcher in rank 0's worker.
+    """Run this Elastic worker's rank of the run that rank 0's worker launches.
 
     Waits up to an hour for the launcher, and then without a limit until the run is over. Returns earlier if rank 0's
     worker calls :func:`release_followers`. If the run has failed, raises the run's error. At the end kills the

@@ -11,7 +11,7 @@ from flyte_ddp.core.text.formatting import escape_controls
 from flyte_ddp.pods.platforms import is_in_pod
 
 _held: list[str] | None = None  # texts that wait; None prints texts at once
-_trains_anew = False  # whether the command would start another run if repeated
+_is_resumable = True  # whether the command, if repeated, resumes its run
 
 
 def print_outcome(text: str) -> None:
@@ -49,20 +49,19 @@ def hold_last_outcome() -> Iterator[None]:
         _held = None
 
 
-def promise_no_resumption() -> None:
-    """Note that this command, if repeated, starts another run. Sets global state of the process."""
-    global _trains_anew  # noqa: PLW0603 (a property of the process, which runs one command)
-    _trains_anew = True
+def note_resumability(is_resumable: bool) -> None:
+    """Note whether this command, if repeated, resumes its run. Sets global state of the process."""
+    global _is_resumable  # noqa: PLW0603 (a property of the process, which runs one command)
+    _is_resumable = is_resumable
 
 
 def describe_ended_run(error: KeyboardInterrupt | RankError | StoppedError) -> str:
-    """Return why a command ended by an error or a signal, and from where the same command will resume."""
+    """Return why a command ended by an error or a signal, and from where the same command will resume.
+
+    If the last call of :func:`note_resumability` was with False, the text says that the same command will train anew.
+    """
     reason = error.args[0] if isinstance(error, KeyboardInterrupt) and error.args else error
-    if isinstance(reason, RankError) and not reason.recoverable:
-        return reason.format_message("command")
-    if _trains_anew:
-        message = reason.message if isinstance(reason, (RankError, StoppedError)) else "stopped by Ctrl-C"
-        return f"{message}; the same command will train anew"
-    if isinstance(reason, (RankError, StoppedError)):
-        return reason.format_message("command")  # the user knows the run by its command
-    return "stopped by Ctrl-C; the same command will resume a training from its last checkpoint, if any"
+    if isinstance(reason, (RankError, StoppedError)):  # the user knows the run by its command
+        return reason.format_message("command", is_resumable=_is_resumable)
+    next_time = "resume a training from its last checkpoint, if any" if _is_resumable else "train anew"
+    return f"stopped by Ctrl-C; the same command will {next_time}"

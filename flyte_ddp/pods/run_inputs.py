@@ -12,8 +12,8 @@ from flyte_ddp.datasets import fetching
 from flyte_ddp.plans import identity
 from flyte_ddp.plans.resolve import check_requested_resources
 from flyte_ddp.pods import paths
-from flyte_ddp.pods.outcomes import promise_no_resumption
-from flyte_ddp.pods.platforms import NO_SCHEDULE, is_in_pod
+from flyte_ddp.pods.outcomes import note_resumability
+from flyte_ddp.pods.platforms import NO_SCHEDULE
 from flyte_ddp.pods.profiles import compute_node_and_rank_limits
 
 
@@ -37,8 +37,7 @@ def check_and_identify_run(hp: Hyperparameters, engine: str, kickoff_time: datet
     identity.check_known_image_size(hp)
     check_requested_resources(hp, *compute_node_and_rank_limits(engine))
     fingerprint = fetching.fingerprint(hp.dataset, hp.data_source, hp.test_dataset)
-    if kickoff_time is not None and not is_in_pod():
-        promise_no_resumption()
+    note_resumability(kickoff_time is None)
     if kickoff_time == NO_SCHEDULE:
         kickoff_time = datetime.now(UTC)
     run = identity.run_name(hp, fingerprint, trigger=kickoff_time.isoformat() if kickoff_time else "")

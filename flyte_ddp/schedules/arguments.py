@@ -31,7 +31,10 @@ def refuse_misread_arguments() -> None:
 
 
 def refuse_unreadable_arguments() -> None:
-    """Raise UserError if an option of FILE_OPTIONS in ``sys.argv`` is neither JSON nor a file that ``flyte`` reads."""
+    """Raise UserError if an option of FILE_OPTIONS in ``sys.argv`` is neither JSON nor a file that ``flyte`` parses.
+
+    Reads and parses the files. Only files named .yaml or .yml may contain YAML.
+    """
     for option, word in list_argument_pairs():
         if option not in FILE_OPTIONS:
             continue
@@ -67,7 +70,10 @@ def refuse_misread_input(option: str, word: str) -> None:
 
 
 def print_fields(options: Collection[str]) -> None:
-    """Print name, default and meaning of the fields of each dataclass among a command's ``options``, such as "hp"."""
+    """Print, on stdout, the fields of each dataclass among a command's options, with their defaults and meanings.
+
+    ``options`` are the names of the command's options, such as "hp". Other options are skipped.
+    """
     from flyte_ddp.schedules.entries import FORMS
 
     for option, form in FORMS.values():

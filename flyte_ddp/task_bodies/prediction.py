@@ -48,7 +48,8 @@ def predict(
 ) -> PredictionFiles:
     """Predict a folder of images, the test split of a data set, or the rows of a file.
 
-    Writes the files into a new folder, and publishes a page of the first predictions. In a local run, prints the files.
+    Downloads the champion and the data set, if they are named. Writes the files into a new folder, and publishes a page
+    of the first predictions. In a local run, prints the files.
 
     Args:
         platform: The platform that executes the task.
@@ -61,6 +62,9 @@ def predict(
         bad_samples: How many images may be undecodable. None allows as many as in training.
         table: File of new rows.
         top_classes: How many of the likeliest classes or labels a row lists.
+
+    Raises:
+        UserError: ``bad_samples`` is negative, or the model, the samples or the registry are missing or unfit.
     """
     from flyte_ddp.predict.predict import get_mask_folder, read_sample_setting, write_prediction_table
 

@@ -1,5 +1,7 @@
 """Outcomes of tasks: printed at once, but for the last one of a command."""
 
+from pathlib import Path
+
 import pytest
 
 from flyte_ddp.core.errors import RankError, StoppedError
@@ -33,11 +35,18 @@ def test_an_error_comes_after_the_last_outcome(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == "judged\n"
 
 
-def test_a_command_that_trains_anew_promises_no_resumption(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_trains_anew_promises_no_resumption(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing else of the text is lost."""
     lost, mistake = RankError("rank 1 was killed", recoverable=True), RankError("rank 1: ValueError", recoverable=False)
-    ended = [StoppedError("Ctrl-C", 85), KeyboardInterrupt(StoppedError("Ctrl-C", 85)), lost]
-    assert ["the same command will" in outcomes.describe_ended_run(error) for error in ended] == [True] * 3
-    monkeypatch.setattr(outcomes, "_trains_anew", True)
-    texts = [outcomes.describe_ended_run(error) for error in (*ended, KeyboardInterrupt())]
-    assert [text.partition("; ")[2] for text in texts] == ["the same command will train anew"] * 4
+    lost.file = tmp_path / "details.txt"
+    lost.step = 85
+    ended = [StoppedError("Ctrl-C", 85), KeyboardInterrupt(StoppedError("Ctrl-C", 85)), lost, KeyboardInterrupt()]
+    monkeypatch.setattr(outcomes, "_is_resumable", True)
+    before = [outcomes.describe_ended_run(error) for error in ended]
+    assert [text.count("the same command will go on after step 85") for text in before] == [1, 1, 1, 0]
+    assert before[3] == "stopped by Ctrl-C; the same command will resume a training from its last checkpoint, if any"
+    outcomes.note_resumability(False)
+    after = [outcomes.describe_ended_run(error) for error in ended]
+    assert after == [f"{text.partition('the same command')[0]}the same command will train anew" for text in before]
+    assert "details.txt" in after[2]
     assert outcomes.describe_ended_run(mistake) == "rank 1: ValueError"
